@@ -1,0 +1,162 @@
+"""Run a Hydra app so that a mistake is one line: what, where, what to do; exit code 2.
+
+Hydra reports a mistake in four to thirteen lines and exits with 1. Here its full errors are
+turned on internally and its exceptions, and ours, become one line on standard error. Under
+torchrun the line comes from rank 0 only, and from every rank in `$TORCHELASTIC_ERROR_FILE`, so
+that torchrun's closing block names it as the root cause. `HYDRA_FULL_ERROR=1` set by the user
+shows the traceback too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from fp8train.config import (
+    Config,
+    ConfigError,
+    from_container,
+    nearest,
+    unknown_key,
+    value_error,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+Task = Callable[[Config, list[str]], int]
+
+
+def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
+    """Compose `configs/<config_name>.yaml` with the command line and call the task.
+
+    Args:
+        task: called with the typed configuration and the list of command-line overrides; its
+            return value is the exit code. With `-m` it is called once a job.
+        config_name: file of `configs/`; its schema is registered as `<config_name>_schema`.
+    Returns:
+        The exit code: the task's largest, 2 for a mistake of the user's.
+    """
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of Hydra's own report
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+    codes: list[int] = []
+    failures: list[Exception] = []
+
+    @hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name=config_name)
+    def app(composed: DictConfig) -> None:
+        if failures:  # a job of this -m failed; an exception here would add a line of Hydra's
+            return
+        try:
+            overrides = list(HydraConfig.get().overrides.task)
+            codes.append(task(build_config(composed, schema), overrides))
+        except Exception as error:
+            failures.append(error)
+
+    try:
+        app()
+    except Exception as error:
+        failures.append(error)
+    if not failures:
+        return max(codes, default=0)
+    error = failures[0]
+    mistake = isinstance(error, (ConfigError, HydraException, OmegaConfBaseException))
+    if show_traceback or not mistake:
+        traceback.print_exception(error)
+    if mistake:
+        return report_error(error, schema)
+    record_for_torchrun(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def build_config(composed: DictConfig, schema: type[Config]) -> Config:
+    """The typed configuration of what Hydra composed; `precision.recipe` must be the group's."""
+    choice = HydraConfig.get().runtime.choices["precision"]
+    try:
+        container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is not set: give {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(container, dict)
+    config = from_container({str(key): value for key, value in container.items()}, schema)
+    if config.precision.recipe != choice:
+        raise ConfigError(
+            f"precision.recipe={config.precision.recipe} is read-only and the chosen group is "
+            f"{choice}: choose with precision={config.precision.recipe}"
+        )
+    return config
+
+
+def report_error(error: BaseException, schema: type[Config] = Config) -> int:
+    """Print the mistake as one line, once over all ranks, and return exit code 2."""
+    line = " ".join(one_line(error, schema).split())
+    record_for_torchrun(line)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    return 2
+
+
+def record_for_torchrun(message: str) -> None:
+    """Write the message where torchrun looks for the root cause, if torchrun started us."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        record = {"message": message, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def one_line(error: BaseException, schema: type[Config] = Config) -> str:
+    """Say a Hydra, OmegaConf or own error in one line that names key, value and remedy."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, MissingConfigException) and error.options:
+        return _missing_choice(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override}: write key=value, with quotes around special signs"
+    text = str(error).strip()
+    if match := re.match(r"Could not override '([^']+)'", text):
+        key = match[1]
+        if key == "recipe" or "No match in the defaults list" in text:
+            return f"{key}: to choose one, write +{key}=NAME"
+        return unknown_key(key, schema)
+    cause = error.__cause__
+    if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
+        return value_error(cause, schema)
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _missing_choice(error: MissingConfigException) -> str:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    options = sorted(error.options or [])
+    sign = "+" if group == "recipe" else ""
+    return (
+        f"{sign}{group}={name}: there is no such {group}{nearest(name, options)}; "
+        f"available: {', '.join(options)}"
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without interpreter shutdown, once everything is written.
+
+    gloo's worker threads may still hold finished work whose tensors want the interpreter's lock;
+    ended by Python's shutdown they abort the process after a good run.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

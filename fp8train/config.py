@@ -1,0 +1,413 @@
+"""The typed schema of every configuration key, and the rules between them.
+
+Nothing heavy is imported here, so that a wrong configuration is refused in the first second.
+`Config` is registered in Hydra's ConfigStore (see `fp8train/cli.py`); after composition it is
+rebuilt by `from_container` and checked by `check`, before any process group exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+
+class ConfigError(Exception):
+    """A mistake in what the user gave us. The message is one line: what, where, what to do."""
+
+
+@dataclass
+class RunConfig:
+    name: str = "${model.name}-${precision.recipe}-s${trainer.seed}"
+    dir: str = "outputs/${run.name}"
+    experiment: str = "${model.name}"  # W&B group: the runs that are meant to be compared
+    overwrite: bool = False  # delete the run that is in run.dir and start anew
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = 100
+    global_batch_size: int = 16  # samples an optimizer step, over all ranks
+    micro_batch_size: int = 8  # samples a forward pass on one rank
+    sequence_length: int = 128  # tokens a sample
+    seed: int = 1234
+    device: str = "auto"  # auto | cpu | cuda
+    validate_every: int = 50  # steps; 0: at the start and the end only
+    validation_samples: int = 64
+    clip_grad_norm: float = 1.0  # 0: off
+
+
+@dataclass
+class RopeScalingConfig:
+    """Llama 3.1's frequency scaling; a factor of 1 leaves the frequencies alone."""
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    vocab_size: int = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    max_sequence_length: int = 8192
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+
+@dataclass
+class PrecisionConfig:
+    recipe: str = MISSING  # set by the chosen file of configs/precision; read-only
+    backend: str = "auto"  # auto | emulated | torch | transformer_engine
+    format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 output gradients; e4m3: E4M3 throughout
+    margin: int = 0  # scale = max·2^-margin / amax
+    power_of_two_scales: bool = False
+    amax_history_length: int = 1024  # delayed scaling
+    amax_compute: str = "max"  # delayed scaling: max | most_recent
+    include: list[str] = field(default_factory=lambda: ["layers.*"])  # patterns on module names
+    exclude: list[str] = field(default_factory=list)
+    emulation: str = "fast"  # fast: BF16 GEMM where the CPU has one; exact: one rounding always
+
+
+@dataclass
+class GradientsConfig:
+    reduce: str = "auto"  # auto (e5m2 under an FP8 precision, else fp32) | e5m2 | bf16 | fp32
+
+
+@dataclass
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    replicate: int = 1
+    shard: int = -1  # -1: the rest of the ranks
+    pipeline_schedule: str = "1f1b"
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = "cosine"  # cosine | constant
+    warmup_steps: int = 10
+    min_lr_ratio: float = 0.1  # the last step's learning rate / lr
+
+
+@dataclass
+class DataConfig:
+    name: str | None = "python-stdlib"  # python-stdlib, or a dataset of the Hugging Face hub
+    path: str | None = None  # a text, jsonl or parquet file, or a folder of them; goes before name
+    subset: str | None = None  # the hub dataset's configuration
+    split: str = "train"
+    text_field: str = "text"
+    tokenizer: str = "bytes"  # bytes | bpe | a tokenizer.json or its folder | a hub name
+    bpe_vocab_size: int = 4096  # for tokenizer=bpe, trained once on the training text and cached
+    validation_fraction: float = 0.05  # documents held out by a hash of their text
+    cache_dir: str = "~/.cache/fp8train"
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps; 0: at the end only
+    keep: int = 2  # newest checkpoints that stay
+    at_end: bool = True
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "auto"  # auto (online with a key, else offline) | online | offline | disabled
+    project: str = "fp8train"
+
+
+@dataclass
+class LoggingConfig:
+    every: int = 1  # steps between lines of metrics.jsonl
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    resume: str = "none"  # none | auto: go on from the newest complete checkpoint in run.dir
+
+
+@dataclass
+class CompareSettings:
+    processes: int = 2  # torchrun processes of each run
+    max_gap: float = 0.01  # gate: (candidate - baseline) / baseline of the validation loss
+    dir: str | None = None  # default outputs/compare-CANDIDATE-BASELINE
+
+
+@dataclass
+class CompareConfig(Config):
+    """launch/compare.py's schema: a training configuration and what to hold it against."""
+
+    baseline: str = "bf16"  # precision of the run to compare with
+    compare: CompareSettings = field(default_factory=CompareSettings)
+
+
+def valid_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """All dotted keys of the schema, inner nodes too."""
+    keys: list[str] = []
+    instance = schema()
+    for item in fields(instance):
+        keys.append(prefix + item.name)
+        value = getattr(instance, item.name)
+        if is_dataclass(value):
+            keys += valid_keys(type(value), f"{prefix}{item.name}.")
+    return keys
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """A hint «; nearest: …» from the choices, empty when nothing is near."""
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    return f"; nearest: {near[0]}" if near else ""
+
+
+def unknown_key(key: str, schema: type[Config]) -> str:
+    """One line for a key that the schema lacks, with the nearest valid ones."""
+    keys = valid_keys(schema)
+    group, _, last = key.rpartition(".")
+    siblings = [name for name in keys if name.rpartition(".")[0] == group]
+    namesakes = [name for name in keys if name.rpartition(".")[2] == last]
+    if group and not siblings:
+        return unknown_key(group, schema)
+    hint = nearest(key, [*siblings, *([] if group else ["recipe"])])
+    if hint.endswith(" recipe"):  # a group of files, not a key
+        hint = "; nearest: +recipe=NAME"
+    if not hint and namesakes:  # the last part alone may be right: `lr` for `optimizer.lr`
+        hint = f"; nearest: {namesakes[0]}"
+    if not hint:
+        hint = f"; {group or 'the top level'} has {', '.join(siblings)}"
+    return f"unknown key {key}{hint}"
+
+
+WANTED = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
+def value_error(error: OmegaConfBaseException, schema: type[Config]) -> str:
+    """One line for what OmegaConf refused: an unknown key or a value of the wrong type."""
+    key = str(error.full_key or error.key)
+    reason = str(error).splitlines()[0].rstrip(".")
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        return unknown_key(key, schema)
+    if match := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
+        return f"{key}={match[1]}: give {WANTED.get(match[2], match[2])}"
+    if "is not Optional" in reason:
+        return f"{key}=null: must have a value"
+    if isinstance(error.object_type, type) and is_dataclass(error.object_type):
+        return f"{key} is a group of keys: set one of them, {key}.NAME=VALUE"
+    return f"{key}: {reason}"
+
+
+def from_container(container: dict[str, Any], schema: type[Config] = Config) -> Config:
+    """Build the typed configuration from a plain, resolved container.
+
+    Hydra's `+key=value` opens structs, so what was composed is merged once more into the schema.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or a missing value.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), container))
+    except OmegaConfBaseException as error:
+        raise ConfigError(value_error(error, schema)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+# --- rules ------------------------------------------------------------------------------------
+
+FP8_RECIPES = ("fp8_delayed", "fp8_current", "fp8_block")
+CHOICES = {
+    "precision.recipe": ("bf16", "fp32", *FP8_RECIPES),
+    "precision.backend": ("auto", "emulated", "torch", "transformer_engine"),
+    "precision.format": ("hybrid", "e4m3"),
+    "precision.amax_compute": ("max", "most_recent"),
+    "precision.emulation": ("fast", "exact"),
+    "gradients.reduce": ("auto", "e5m2", "bf16", "fp32"),
+    "parallel.pipeline_schedule": ("1f1b", "interleaved", "zero_bubble"),
+    "optimizer.name": ("adamw",),
+    "schedule.name": ("cosine", "constant"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "logging.wandb.mode": ("auto", "online", "offline", "disabled"),
+    "resume": ("none", "auto"),
+}
+AT_LEAST = {
+    "trainer.steps": 1,
+    "trainer.global_batch_size": 1,
+    "trainer.micro_batch_size": 1,
+    "trainer.sequence_length": 2,
+    "trainer.validate_every": 0,
+    "trainer.validation_samples": 1,
+    "trainer.clip_grad_norm": 0,
+    "trainer.seed": 0,
+    "model.vocab_size": 2,
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "precision.amax_history_length": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.context": 1,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "schedule.warmup_steps": 0,
+    "schedule.min_lr_ratio": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "logging.every": 1,
+    "data.bpe_vocab_size": 257,
+}
+NOT_YET = ("tensor", "pipeline", "context", "replicate")
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(config: Config, world_size: int) -> None:
+    """Hold the configuration to the rules between its groups.
+
+    Args:
+        world_size: number of processes of the run.
+    Raises:
+        ConfigError: naming the key, its value, and what would work.
+    """
+    for key, choices in CHOICES.items():
+        value = get(config, key)
+        if value not in choices:
+            raise ConfigError(f"{key}={value}: choose one of {', '.join(choices)}")
+    for key, least in AT_LEAST.items():
+        value = get(config, key)
+        if not value >= least:
+            raise ConfigError(f"{key}={value}: must be at least {least}")
+    _check_model_and_data(config)
+    _check_layout(config, world_size)
+    _check_batch(config, data_parallel_size(config, world_size))
+    _check_optimizer(config)
+
+
+def _check_model_and_data(config: Config) -> None:
+    model, length = config.model, config.trainer.sequence_length
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} does not divide model.hidden_size="
+            f"{model.hidden_size}: choose a divisor"
+        )
+    if (model.hidden_size // model.num_heads) % 2:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} gives an odd head size of "
+            f"{model.hidden_size // model.num_heads}: rotary embedding needs an even one"
+        )
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads="
+            f"{model.num_heads}: choose a divisor"
+        )
+    if length > model.max_sequence_length:
+        raise ConfigError(
+            f"trainer.sequence_length={length} is above model.max_sequence_length="
+            f"{model.max_sequence_length}: lower the first or raise the second"
+        )
+    if not (config.data.name or config.data.path):
+        raise ConfigError("data.path is not set: give data.path=FILE_OR_FOLDER or data.name=NAME")
+    if not 0 < config.data.validation_fraction < 1:
+        raise ConfigError(
+            f"data.validation_fraction={config.data.validation_fraction}: must lie between 0 and 1"
+        )
+
+
+def _check_layout(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    for name in NOT_YET:
+        size = getattr(parallel, name)
+        if size != 1:
+            raise ConfigError(
+                f"parallel.{name}={size}: {name} parallelism does not run yet; "
+                f"set parallel.{name}=1 and use parallel.shard"
+            )
+    if parallel.shard not in (-1, world_size):
+        raise ConfigError(
+            f"parallel.shard={parallel.shard}: the product of the parallel sizes must be the world "
+            f"size, {world_size}; set parallel.shard={world_size} or -1, or start "
+            f"{parallel.shard} processes"
+        )
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Number of ranks that see different samples."""
+    other = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+    return world_size // other
+
+
+def _check_batch(config: Config, ranks: int) -> None:
+    trainer = config.trainer
+    step = trainer.micro_batch_size * ranks
+    if trainer.global_batch_size % step:
+        below = trainer.global_batch_size // step * step
+        options = [str(size) for size in (below, below + step) if size]
+        raise ConfigError(
+            f"trainer.global_batch_size={trainer.global_batch_size} is not divisible by "
+            f"trainer.micro_batch_size={trainer.micro_batch_size} times {ranks} data-parallel "
+            f"rank{'s' if ranks > 1 else ''}: use {' or '.join(options)}"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"optimizer.betas={betas}: give two numbers in [0, 1)")
+    if config.schedule.min_lr_ratio > 1:
+        raise ConfigError(
+            f"schedule.min_lr_ratio={config.schedule.min_lr_ratio}: must be at most 1"
+        )
+    if config.schedule.warmup_steps >= max(config.trainer.steps, 2):
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is not below "
+            f"trainer.steps={config.trainer.steps}: lower it"
+        )
+
+
+def gradient_reduction(config: Config) -> str:
+    """What `gradients.reduce=auto` stands for: e5m2 under an FP8 precision, fp32 otherwise."""
+    if config.gradients.reduce != "auto":
+        return config.gradients.reduce
+    return "e5m2" if config.precision.recipe in FP8_RECIPES else "fp32"

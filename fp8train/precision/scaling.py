@@ -1,0 +1,67 @@
+"""From an amax to a scale: the formulas of Transformer Engine.
+
+`scale` multiplies a value before the cast; `scale_inv = 1 / scale` is stored and multiplies it
+back. All in FP32 with IEEE division.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """max |x| in FP32 over `dim` (all if None); NaN does not enter, Inf does; 0 if empty."""
+    magnitude = x.abs().float()
+    magnitude = torch.where(magnitude.isnan(), 0.0, magnitude)
+    if magnitude.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return magnitude.amax(dim=() if dim is None else dim)
+
+
+def scale_from_amax(
+    amax: Tensor,
+    max_value: float,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    overflow: float = FLT_MAX,
+) -> Tensor:
+    """Scale that brings each amax to max_value·2^-margin: current and block scaling.
+
+    An amax of 0, Inf or NaN gives 1; a scale that overflows gives `overflow`; `power_of_two`
+    rounds the scale down to one. Source: TE `common/recipe/recipe_common.cuh`,
+    `compute_scale_from_amax`.
+
+    Args:
+        amax: FP32 tensor of any shape.
+        max_value: largest finite value of the format.
+        overflow: FLT_MAX; in block scaling the largest finite value of the input's type.
+    Returns:
+        FP32 tensor of amax's shape.
+    """
+    scale = (max_value * 2.0**-margin) / amax
+    scale = torch.where(scale.isinf(), overflow, scale)
+    if power_of_two:
+        scale = floor_to_power_of_two(scale)
+    return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+
+
+def floor_to_power_of_two(scale: Tensor) -> Tensor:
+    """Clear the mantissa of a positive normal FP32 tensor."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def delayed_scale(
+    amax: Tensor, previous: Tensor, max_value: float, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
+    """Scale of delayed scaling: an amax that is 0 or not finite keeps the previous scale.
+
+    A scale that overflows gives FLT_MAX. Source: TE `common/recipe/delayed_scaling.cu`.
+    """
+    scale = ((max_value * 2.0**-margin) / amax).clamp(max=FLT_MAX)
+    if power_of_two:
+        scale = floor_to_power_of_two(scale)
+    return torch.where((amax > 0) & amax.isfinite(), scale, previous)

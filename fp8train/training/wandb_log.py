@@ -1,0 +1,76 @@
+"""Weights & Biases: metrics of a run, online with a key and a network, else offline.
+
+Everything is logged against our own step, since an offline resume starts W&B's at 0 again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import wandb
+from wandb.errors import Error as WandbError
+
+from fp8train.config import Config, gradient_reduction
+
+INIT_TIMEOUT = 15.0  # seconds to wait for the server before going offline
+log = logging.getLogger(__name__)
+
+
+class WandbLog:
+    """One W&B run; `id` identifies it on a resume. Rank 0 only."""
+
+    def __init__(self, config: Config, folder: Path, world_size: int, run_id: str | None) -> None:
+        arguments: dict[str, Any] = {
+            "project": config.logging.wandb.project,
+            "name": config.run.name,
+            "group": config.run.experiment,
+            "tags": [
+                config.precision.recipe,
+                config.model.name,
+                f"shard{world_size}",
+                f"reduce-{gradient_reduction(config)}",
+            ],
+            "config": asdict(config),
+            "dir": str(folder),
+            "id": run_id,
+            "resume": "allow" if run_id else None,
+        }
+        mode = choose_mode(config.logging.wandb.mode)
+        self.run = start(mode, arguments)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        self.id = str(self.run.id)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Send one line of metrics; it carries its own `step`."""
+        self.run.log(line)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.run.summary.update(summary)
+        self.run.finish()
+
+
+def choose_mode(mode: str) -> str:
+    """What `auto` stands for: WANDB_MODE if set, online with a key, else offline."""
+    if mode != "auto":
+        return mode
+    if chosen := os.environ.get("WANDB_MODE"):
+        return chosen
+    return "online" if wandb.api.api_key else "offline"
+
+
+def start(mode: str, arguments: dict[str, Any]) -> wandb.Run:
+    """`wandb.init`, offline where the server can't be reached; never a crash of the run."""
+    settings = wandb.Settings(init_timeout=INIT_TIMEOUT, silent=True)
+    try:
+        return wandb.init(mode=mode, settings=settings, **arguments)  # type: ignore[arg-type]
+    except (WandbError, OSError) as error:
+        if mode != "online":
+            raise
+        reason = str(error).strip().splitlines()[0]
+        log.warning("wandb: offline, since the server can't be reached (%s)", reason)
+        return wandb.init(mode="offline", settings=settings, **arguments)
