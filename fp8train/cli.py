@@ -2,8 +2,8 @@
 
 Hydra reports a mistake in four to thirteen lines and exits with 1. Here its full errors are
 turned on internally and its exceptions, and ours, become one line on standard error. Under
-torchrun the line comes from rank 0 only, and from every rank in `$TORCHELASTIC_ERROR_FILE`, so
-that torchrun's closing block names it as the root cause. `HYDRA_FULL_ERROR=1` set by the user
+torchrun one rank says the line and every rank writes it to `$TORCHELASTIC_ERROR_FILE`, so that
+torchrun's closing block names it as the root cause. `HYDRA_FULL_ERROR=1` set by the user
 shows the traceback too.
 """
 
@@ -76,13 +76,13 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
         failures.append(error)
     if not failures:
         return max(codes, default=0)
-    error = failures[0]
-    mistake = isinstance(error, (ConfigError, HydraException, OmegaConfBaseException))
+    failure = failures[0]
+    mistake = isinstance(failure, (ConfigError, HydraException, OmegaConfBaseException))
     if show_traceback or not mistake:
-        traceback.print_exception(error)
+        traceback.print_exception(failure)
     if mistake:
-        return report_error(error, schema)
-    record_for_torchrun(f"{type(error).__name__}: {error}")
+        return report_error(failure, schema)
+    record_for_torchrun(f"{type(failure).__name__}: {failure}")
     return 1
 
 
@@ -106,19 +106,31 @@ def build_config(composed: DictConfig, schema: type[Config]) -> Config:
 
 
 def report_error(error: BaseException, schema: type[Config] = Config) -> int:
-    """Print the mistake as one line, once over all ranks, and return exit code 2."""
+    """Print the mistake as one line, once over all ranks of a node, and return exit code 2."""
     line = " ".join(one_line(error, schema).split())
-    record_for_torchrun(line)
-    if os.environ.get("RANK", "0") == "0":
+    if record_for_torchrun(line):
         print(f"error: {line}", file=sys.stderr, flush=True)
     return 2
 
 
-def record_for_torchrun(message: str) -> None:
-    """Write the message where torchrun looks for the root cause, if torchrun started us."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        record = {"message": message, "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(record), encoding="utf-8")
+def record_for_torchrun(message: str) -> bool:
+    """Write the message where torchrun looks for the root cause, if torchrun started us.
+
+    Returns:
+        Whether this process is the one to say it aloud. torchrun ends the others as soon as one
+        has failed, so it can't be a rank chosen beforehand: it is the first to get here.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return True
+    file = Path(path)
+    record = {"message": message, "timestamp": int(time.time())}
+    file.write_text(json.dumps(record), encoding="utf-8")
+    try:
+        (file.parent.parent / "said").touch(exist_ok=False)  # the ranks' folders stand in there
+    except FileExistsError:
+        return False
+    return True
 
 
 def one_line(error: BaseException, schema: type[Config] = Config) -> str:

@@ -399,11 +399,6 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError(
             f"schedule.min_lr_ratio={config.schedule.min_lr_ratio}: must be at most 1"
         )
-    if config.schedule.warmup_steps >= max(config.trainer.steps, 2):
-        raise ConfigError(
-            f"schedule.warmup_steps={config.schedule.warmup_steps} is not below "
-            f"trainer.steps={config.trainer.steps}: lower it"
-        )
 
 
 def gradient_reduction(config: Config) -> str:

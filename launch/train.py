@@ -1,4 +1,4 @@
-"""Train a model: `torchrun --nproc-per-node 2 launch/train.py +recipe=llama_fp8 [key=value ...]`."""
+"""Train a model: `torchrun --nproc-per-node 2 launch/train.py +recipe=llama_fp8 [key=value]`."""
 
 import sys
 from pathlib import Path

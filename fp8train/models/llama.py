@@ -19,7 +19,7 @@ def rope_frequencies(
     factor: float = 1.0,
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
-    original_max_position: int = 8192,
+    original_max_position: float = 8192,
     device: torch.device | None = None,
 ) -> Tensor:
     """Rotation per position of each pair of channels, in radians, FP32 [K/2].

@@ -67,7 +67,8 @@ def build(config: Config, device: torch.device) -> ParallelModel:
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         assert isinstance(module, FSDPModule)
-        module.set_custom_reduce_scatter(reduction)
+        # By shape, not by class: FSDP2's ReduceScatter is not a public name.
+        module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
     model.to_empty(device=device)
     initialize(model, config.model, config.trainer.seed)
     return ParallelModel(model, mesh, reduction, conversion)

@@ -32,10 +32,11 @@ class QuantizedMatmul(torch.autograd.Function):
         ctx.quantizer, ctx.gemms, ctx.training = quantizer, gemms, training
         ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), x.shape
         y = gemms.gemm(x_row, w_row, x.dtype, transpose_b=True)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # Not a view to autograd, as in nn.Linear: FSDP2 warns of modules that return one.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
         g_row, g_col = ctx.quantizer(
@@ -49,9 +50,7 @@ class QuantizedMatmul(torch.autograd.Function):
         if needs_dx:
             dx = ctx.gemms.gemm(g_row, Operand(w_values, w_scale), ctx.dtypes[0]).view(ctx.shape)
         if needs_dw:
-            dw = ctx.gemms.gemm(
-                g_col, Operand(x_values, x_scale), ctx.dtypes[1], transpose_a=True
-            )
+            dw = ctx.gemms.gemm(g_col, Operand(x_values, x_scale), ctx.dtypes[1], transpose_a=True)
         return dx, dw, None, None, None
 
 
@@ -68,9 +67,7 @@ class QuantizedLinear(nn.Linear):
     @classmethod
     def take_over(cls, linear: nn.Linear, quantizer: Quantizer, gemms: Emulated) -> QuantizedLinear:
         """A quantised layer over the same parameters."""
-        layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, device="meta"
-        )
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.quantizer, layer.gemms = quantizer, gemms
         return layer

@@ -108,9 +108,7 @@ class Block:
         # The second copy is quantised again from high precision, not transposed from the first.
         return rowwise, self._operand(x, role, (size, 1), dtype) if columnwise else None
 
-    def _operand(
-        self, x: Tensor, role: str, block: tuple[int, int], dtype: torch.dtype
-    ) -> Operand:
+    def _operand(self, x: Tensor, role: str, block: tuple[int, int], dtype: torch.dtype) -> Operand:
         quantized = quantize_blocks(
             x,
             self.recipe.formats.of(role),

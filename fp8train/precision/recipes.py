@@ -1,8 +1,8 @@
 """What a precision recipe means: formats of the three roles, and how scales are formed.
 
-    fprop  y  = x · wᵀ      input × weight
-    dgrad  dx = g · w       grad_output × weight
-    wgrad  dw = gᵀ · x      grad_output × input
+fprop  y  = x · wᵀ      input × weight
+dgrad  dx = g · w       grad_output × weight
+wgrad  dw = gᵀ · x      grad_output × input
 """
 
 from __future__ import annotations

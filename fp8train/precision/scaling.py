@@ -42,11 +42,16 @@ def scale_from_amax(
     Returns:
         FP32 tensor of amax's shape.
     """
-    scale = (max_value * 2.0**-margin) / amax
+    scale = divide(max_value * 2.0**-margin, amax)
     scale = torch.where(scale.isinf(), overflow, scale)
     if power_of_two:
         scale = floor_to_power_of_two(scale)
     return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+
+
+def divide(numerator: float | Tensor, amax: Tensor) -> Tensor:
+    """FP32 division rounded once. torch computes number / tensor as number · (1 / tensor)."""
+    return torch.as_tensor(numerator, dtype=torch.float32, device=amax.device) / amax
 
 
 def floor_to_power_of_two(scale: Tensor) -> Tensor:
@@ -55,13 +60,18 @@ def floor_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def delayed_scale(
-    amax: Tensor, previous: Tensor, max_value: float, *, margin: int = 0, power_of_two: bool = False
+    amax: Tensor,
+    previous: Tensor,
+    max_value: float | Tensor,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
 ) -> Tensor:
     """Scale of delayed scaling: an amax that is 0 or not finite keeps the previous scale.
 
     A scale that overflows gives FLT_MAX. Source: TE `common/recipe/delayed_scaling.cu`.
     """
-    scale = ((max_value * 2.0**-margin) / amax).clamp(max=FLT_MAX)
+    scale = divide(max_value * 2.0**-margin, amax).clamp(max=FLT_MAX)
     if power_of_two:
         scale = floor_to_power_of_two(scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, previous)

@@ -23,7 +23,8 @@ E8M0_NAN = 255
 class Codec(Protocol):
     """A way to write FP32 values as bytes."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def encode(self, x: Tensor) -> Tensor:
         """FP32 [N, S] → uint8 [N, W], one message a row."""

@@ -16,6 +16,4 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)

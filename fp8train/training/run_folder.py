@@ -52,7 +52,9 @@ class RunFolder:
         """
         run, where = self.config.run, self.path
         if where.exists() and not where.is_dir():
-            raise ConfigError(f"run.dir={where} is a file: choose another with run.name= or run.dir=")
+            raise ConfigError(
+                f"run.dir={where} is a file: choose another with run.name= or run.dir="
+            )
         if self.holds_run:
             if self.config.resume == "none" and not run.overwrite:
                 raise ConfigError(
@@ -75,9 +77,7 @@ class RunFolder:
         if not resuming:
             self.metrics.unlink(missing_ok=True)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-        write_whole(
-            self.path / "config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False)
-        )
+        write_whole(self.path / "config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after a step, and a half-written last one: a resume writes them anew."""
@@ -96,6 +96,14 @@ class RunFolder:
         """Add one line to metrics.jsonl."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def initial_validation_loss(self) -> float | None:
+        """The held-out loss at step 0, from metrics.jsonl; None if it is not there."""
+        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if line["step"] == 0 and "validation_loss" in line:
+                return float(line["validation_loss"])
+        return None
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whose presence says that the run is complete."""

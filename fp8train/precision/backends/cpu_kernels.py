@@ -76,10 +76,7 @@ def _build(compiler: str) -> Path:
 def usable(x: Tensor) -> bool:
     """Whether the kernels take this tensor: on the CPU, BF16 or FP32, contiguous."""
     return (
-        x.device.type == "cpu"
-        and x.dtype in NAMES
-        and x.is_contiguous()
-        and library() is not None
+        x.device.type == "cpu" and x.dtype in NAMES and x.is_contiguous() and library() is not None
     )
 
 

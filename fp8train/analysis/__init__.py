@@ -1,0 +1,1 @@
+"""Holding one run against another: reading runs, gates, the report and its picture."""

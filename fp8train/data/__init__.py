@@ -1,0 +1,1 @@
+"""Text to training samples: source, tokenizer, packing, order."""

@@ -1,0 +1,167 @@
+"""What a run says and keeps: banner, progress, metrics.jsonl, W&B, summary. Rank 0 speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8train.config import Config, gradient_reduction
+from fp8train.parallel.runtime import Ranks
+from fp8train.planning.flops import fp8_fraction, model_flops
+from fp8train.training.learner import Learner, StepResult
+from fp8train.training.progress import ProgressLine, print_banner
+from fp8train.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from fp8train.training.wandb_log import WandbLog
+
+
+class Reporter:
+    """Follows a learner and writes its run folder; does nothing on ranks other than 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        folder: RunFolder,
+        learner: Learner,
+        backend: str,
+        data_id: str,
+    ) -> None:
+        self.config, self.ranks, self.folder, self.learner = config, ranks, folder, learner
+        self.backend, self.data_id = backend, data_id
+        length = config.trainer.sequence_length
+        self.flops_per_token = model_flops(config.model, length)
+        self.fp8_fraction = fp8_fraction(config.model, length, learner.parallel.conversion.layers)
+        self.parameters = sum(p.numel() for p in learner.parallel.model.parameters())
+        self.wandb: WandbLog | None = None
+        self.line = ProgressLine(config.trainer.steps, learner.progress.step, ranks.is_first)
+        self.began = time.monotonic()
+        self.rates: list[float] = []  # tokens a second, of the steps of this process
+        self.bytes_reduced: list[int] = []
+        self.last_loss = self.last_validation_loss = float("nan")
+
+    @contextlib.contextmanager
+    def open(self, resuming: bool) -> Iterator[None]:
+        """Start the run's files, say what is run, and show progress until the end."""
+        if self.ranks.is_first:
+            self.folder.open(resuming)
+            self.folder.cut_metrics(self.learner.progress.step)
+            if self.config.logging.wandb.mode != "disabled":
+                from fp8train.training.wandb_log import WandbLog  # only rank 0 pays the import
+
+                progress = self.learner.progress
+                self.wandb = WandbLog(
+                    self.config, self.folder.path, self.ranks.world_size, progress.wandb_id
+                )
+                progress.wandb_id = self.wandb.id
+        print_banner(self.line.console, self._facts(), self.learner.parallel.conversion.table)
+        with self.line:
+            yield
+
+    def stepped(self, result: StepResult, seconds: float) -> None:
+        """One optimizer step is done; it took so long."""
+        progress = self.learner.progress
+        rate = self.learner.tokens_a_step / seconds
+        self.rates.append(rate)
+        self.bytes_reduced.append(result.bytes_reduced)
+        self.last_loss = result.loss
+        if result.skipped:
+            self.line.say(f"step {progress.step}: skipped, its gradients are not finite")
+        self.line.update(progress.step, result.loss, rate)
+        if progress.step % self.config.logging.every:
+            return
+        self._record(
+            {
+                "step": progress.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "tokens": progress.tokens,
+                "tokens_per_second": rate,
+                "step_seconds": seconds,
+                "peak_memory_bytes": peak_memory(self.learner.device),
+                "model_tflops_per_device": rate
+                * self.flops_per_token
+                / self.ranks.world_size
+                / 1e12,
+                "bytes_reduced": result.bytes_reduced,
+                "skipped_steps": progress.skipped_steps,
+            }
+        )
+
+    def validated(self, loss: float) -> None:
+        """The held-out loss after the current step."""
+        progress = self.learner.progress
+        self.last_validation_loss = loss
+        self._record({"step": progress.step, "tokens": progress.tokens, "validation_loss": loss})
+        self.line.say(f"step {progress.step}  validation loss {loss:.4f}")
+
+    def finish(self) -> None:
+        """Write the summary, which says that the run is complete."""
+        if not self.ranks.is_first:
+            return
+        progress = self.learner.progress
+        summary = {
+            "name": self.config.run.name,
+            "status": "finished",
+            "steps": progress.step,
+            "initial_validation_loss": self.folder.initial_validation_loss(),
+            "final_validation_loss": self.last_validation_loss,
+            "final_loss": self.last_loss,
+            "tokens": progress.tokens,
+            "skipped_steps": progress.skipped_steps,
+            "median_tokens_per_second": statistics.median(self.rates) if self.rates else None,
+            "wall_seconds": time.monotonic() - self.began,
+            "precision": self.config.precision.recipe,
+            "backend": self.backend,
+            "gradient_reduction": gradient_reduction(self.config),
+            "bytes_reduced_per_step": statistics.median(self.bytes_reduced or [0]),
+            "fp8_flop_fraction": self.fp8_fraction,
+            "parameters": self.parameters,
+            "world_size": self.ranks.world_size,
+            "data_fingerprint": self.data_id,
+        }
+        if self.wandb:
+            self.wandb.finish(summary)
+        self.folder.finish(summary)
+
+    def _record(self, line: dict[str, Any]) -> None:
+        if self.ranks.is_first:
+            self.folder.append_metrics(line)
+            if self.wandb:
+                self.wandb.log(line)
+
+    def _facts(self) -> dict[str, str]:
+        """The banner's lines, by name."""
+        config, world_size = self.config, self.ranks.world_size
+        trainer = config.trainer
+        note = " (right numerics, no speed-up)" if self.backend == "emulated" else ""
+        alone = " (one process: nothing to send)" if world_size == 1 else ""
+        facts = {
+            "run": f"{config.run.name} in {self.folder.path}",
+            "model": f"{config.model.name}, {self.parameters:,} parameters",
+            "layout": f"shard {world_size}, on {self.learner.device.type}",
+            "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
+            "FP8": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs",
+            "gradients": f"sent as {gradient_reduction(config)}, summed in FP32{alone}",
+            "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
+            f"{self.learner.tokens_a_step:,} tokens a step",
+            "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
+        }
+        if self.learner.progress.step:
+            facts["resumed"] = f"from step {self.learner.progress.step}"
+        return facts
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most memory this rank has held, in bytes: the allocator's on a GPU, else the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,203 @@
+"""The three GEMMs against FP64 over independently quantised operands, with random gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8train.config import ConfigError, PrecisionConfig
+from fp8train.models.llama import AttentionCore, Llama
+from fp8train.precision.backends.emulated import Emulated, WideAttentionCore
+from fp8train.precision.backends.select import choose_backend
+from fp8train.precision.convert import convert, kinds
+from fp8train.precision.formats import E4M3, E5M2, Format, cast
+from fp8train.precision.linear import QuantizedLinear
+from fp8train.precision.quantizers import Operand
+
+CPU = torch.device("cpu")
+RECIPES = {
+    "fp8_current": PrecisionConfig(recipe="fp8_current", include=["*"]),
+    "fp8_delayed": PrecisionConfig(recipe="fp8_delayed", include=["*"]),
+    "fp8_block": PrecisionConfig(recipe="fp8_block", format="e4m3", include=["*"]),
+}
+
+
+def dequantized(x: Tensor, fmt: Format, block: tuple[int, int] | None) -> Tensor:
+    """FP64 values of the plainly quantised matrix: a loop over blocks, power-of-two scales."""
+    rows, columns = block or x.shape
+    out = torch.empty(x.shape, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            tile = x[i : i + rows, j : j + columns].float()
+            scale = torch.tensor(fmt.max) / tile.abs().max()
+            if block:
+                scale = 2.0 ** torch.floor(torch.log2(scale))
+            values = cast(tile * scale, fmt).double()
+            out[i : i + rows, j : j + columns] = values * (1 / scale).double()
+    return out
+
+
+def tiny() -> Llama:
+    torch.manual_seed(0)
+    return Llama(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+    )
+
+
+def converted(linear: nn.Linear, precision: PrecisionConfig) -> tuple[nn.Module, object]:
+    model = nn.ModuleDict({"linear": copy.deepcopy(linear)})
+    conversion = convert(model, precision, CPU)
+    return model["linear"], conversion
+
+
+@pytest.mark.parametrize("emulation", ["fast", "exact"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows, k, n", [(256, 384, 128), (60, 100, 33)])
+def test_against_fp64(recipe: str, emulation: str, rows: int, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n, bias=False).bfloat16()
+    precision = copy.deepcopy(RECIPES[recipe])
+    precision.emulation = emulation
+    layer, conversion = converted(linear, precision)
+    x = torch.randn(2, rows // 2, k).bfloat16().requires_grad_()
+    g = (torch.randn(2, rows // 2, n) * 1e-3).bfloat16()
+    if conversion.delayed:  # the first step has scale 1; the second uses the first's amaxes
+        layer(x).backward(g)
+        conversion.delayed.roll()
+        x.grad = layer.weight.grad = None
+    y = layer(x)
+    y.backward(g)
+    block = recipe == "fp8_block"
+    grad_format = E4M3 if block else E5M2
+    x2, g2, w = x.detach().reshape(rows, k), g.reshape(rows, n), linear.weight.detach()
+    row, column, square = ((1, 128), (128, 1), (128, 128)) if block else (None,) * 3
+    wq = dequantized(w, E4M3, square)
+    expected = {
+        "y": (y.reshape(rows, n), dequantized(x2, E4M3, row) @ wq.t()),
+        "dx": (x.grad.reshape(rows, k), dequantized(g2, grad_format, row) @ wq),
+        "dw": (
+            layer.weight.grad,
+            dequantized(g2, grad_format, column).t() @ dequantized(x2, E4M3, column),
+        ),
+    }
+    for name, (ours, reference) in expected.items():
+        assert ours.dtype == torch.bfloat16
+        # FP32 accumulation differs from FP64 by far less than BF16's half ulp: equal roundings
+        # but for near-ties and cancellation.
+        error = (ours.double() - reference).abs()
+        ulp = reference.abs() * 2.0**-8 + reference.abs().max() * 2.0**-20
+        assert (error <= ulp).all(), name
+        assert (ours == reference.bfloat16()).double().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_close_to_high_precision(recipe: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 256, bias=True).bfloat16()
+    layer, conversion = converted(linear, RECIPES[recipe])
+    x = torch.randn(128, 256).bfloat16()
+    if conversion.delayed:
+        layer(x)
+        conversion.delayed.roll()
+    exact = x.double() @ linear.weight.double().t() + linear.bias.double()
+    error = ((layer(x).double() - exact).norm() / exact.norm()).item()
+    assert 0.01 < error < 0.05  # E4M3 is there, and does no more harm than E4M3 does
+
+
+def test_bf16_gemm_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randint(-16, 17, (64, 96)).float(), torch.randint(-16, 17, (96, 32)).float()
+    scale = torch.tensor(0.0123456789)
+    exact = ((a @ b) * (scale * scale)).bfloat16()  # the sum is exact in FP32
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = (Operand(m.to(dtype), scale) for m in (a, b))
+        assert torch.equal(Emulated(dtype).gemm(left, right, torch.bfloat16), exact)
+
+
+def test_evaluation_leaves_no_amax() -> None:
+    layer, conversion = converted(nn.Linear(64, 64, bias=False), RECIPES["fp8_delayed"])
+    layer.eval()
+    layer(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    assert conversion.delayed.history.abs().sum() == 0
+    layer.train()
+    layer(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    assert (conversion.delayed.history[:, 0] > 0).all()
+
+
+def test_frozen_weight_and_first_layer() -> None:
+    """dgrad and wgrad are computed only where they are asked for."""
+    for recipe in RECIPES.values():
+        layer, _ = converted(nn.Linear(128, 128, bias=False), recipe)
+        layer(torch.randn(8, 128)).square().sum().backward()
+        assert layer.weight.grad.abs().sum() > 0
+        layer.weight.requires_grad_(False)
+        x = torch.randn(8, 128, requires_grad=True)
+        layer(x).square().sum().backward()
+        assert x.grad.abs().sum() > 0
+
+
+# --- which layers ------------------------------------------------------------------------------
+
+
+def test_the_blocks_linears_are_chosen() -> None:
+    model = tiny()
+    conversion = convert(model, PrecisionConfig(recipe="fp8_current"), CPU)
+    assert len(conversion.layers) == 14
+    assert all(name.startswith("layers.") for name in conversion.layers)
+    assert ("lm_head", 1, "bf16", "BF16") in conversion.table
+    assert ("layers.*.mlp.up_proj", 2, "fp8_current", "E4M3/E4M3/E5M2") in conversion.table
+    assert isinstance(model.layers[0].mlp.up_proj, QuantizedLinear)
+
+
+def test_exclude() -> None:
+    precision = PrecisionConfig(recipe="fp8_block", format="e4m3", exclude=["*.down_proj"])
+    conversion = convert(tiny(), precision, CPU)
+    assert len(conversion.layers) == 12
+    assert ("layers.*.mlp.down_proj", 2, "bf16", "BF16") in conversion.table
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_is_an_error(key: str) -> None:
+    precision = PrecisionConfig(recipe="fp8_current", **{key: ["layers.*.mlp.up"]})
+    with pytest.raises(ConfigError, match=r"layers\.\*\.mlp\.up matches no .*mlp\.up_proj"):
+        convert(tiny(), precision, CPU)
+
+
+def test_patterns_that_leave_nothing_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="leaves no layer"):
+        convert(tiny(), PrecisionConfig(recipe="fp8_current", exclude=["*"]), CPU)
+
+
+def test_fp32_converts_nothing() -> None:
+    model = tiny()
+    conversion = convert(model, PrecisionConfig(recipe="fp32"), CPU)
+    assert not conversion.layers
+    assert not any(isinstance(m, QuantizedLinear | WideAttentionCore) for m in model.modules())
+    assert any(isinstance(m, AttentionCore) for m in model.modules())
+
+
+def test_wide_attention_is_bf16_attention_rounded_once() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 8).bfloat16() for heads in (4, 2, 2))
+    exact = AttentionCore()(q.double(), k.double(), v.double())
+    ours = WideAttentionCore()(q, k, v)
+    assert (ours.double() - exact).abs().max() < 2.0**-8 * exact.abs().max()
+    assert (ours == exact.bfloat16()).double().mean() > 0.99
+
+
+def test_kinds() -> None:
+    assert kinds(["layers.0.a", "layers.11.a", "head"]) == ["layers.*.a", "head"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "transformer_engine"])
+def test_a_gpu_backend_is_refused_on_a_cpu(backend: str) -> None:
+    precision = PrecisionConfig(recipe="fp8_current", backend=backend)
+    with pytest.raises(ConfigError, match=f"precision.backend={backend} needs a CUDA GPU"):
+        choose_backend(precision, CPU)
+    assert choose_backend(PrecisionConfig(recipe="fp8_current"), CPU) == "emulated"

@@ -1,0 +1,183 @@
+"""launch/train.py end to end: layouts agree, resumes are exact, files are as documented."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training.conftest import Finished, Launcher
+
+pytestmark = pytest.mark.slow
+FIELDS = {
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
+    *("step_seconds", "peak_memory_bytes", "model_tflops_per_device", "bytes_reduced"),
+    "skipped_steps",
+}
+
+
+@pytest.fixture(scope="module")
+def one(launcher: Launcher) -> Finished:
+    """FP32 on one process, without torchrun."""
+    done = launcher.train("one", "precision=fp32")
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def delayed(launcher: Launcher) -> Finished:
+    """Delayed scaling on two processes, with a checkpoint in the middle and offline W&B."""
+    done = launcher.train(
+        "delayed",
+        *("precision=fp8_delayed", "checkpoint.every=3", "logging.wandb.mode=auto"),
+        processes=2,
+    )
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_processes_train_the_same_model_as_one(
+    launcher: Launcher, one: Finished, tied: bool
+) -> None:
+    overrides = ["precision=fp32", f"model.tie_embeddings={tied}"]
+    alone = launcher.train("one-tied", *overrides) if tied else one
+    two = launcher.train(f"two-{tied}", *overrides, "trainer.micro_batch_size=4", processes=2)
+    assert two.code == 0, two.err
+    for key in ("loss", "grad_norm", "validation_loss"):
+        ours, theirs = two.lines(key), alone.lines(key)
+        assert len(ours) == len(theirs) == (3 if key == "validation_loss" else 6)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a["step"])
+    assert two.lines("loss")[-1]["loss"] < 0.9 * two.lines("loss")[0]["loss"]
+
+
+def test_the_run_folder(delayed: Finished) -> None:
+    config = yaml.safe_load((delayed.folder / "config.yaml").read_text())
+    assert config["precision"]["recipe"] == "fp8_delayed"
+    assert config["run"]["name"] == "delayed"
+    environment = json.loads((delayed.folder / "environment.json").read_text())
+    assert {"versions", "hardware", "git"} <= environment.keys()
+    assert environment["versions"]["torch"]
+    steps = delayed.lines("loss")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line.keys() == FIELDS for line in steps)
+    assert [line["tokens"] for line in steps] == [256 * step for step in range(1, 7)]
+    assert [line["step"] for line in delayed.lines("validation_loss")] == [0, 3, 6]
+    assert delayed.summary["status"] == "finished"
+    assert delayed.summary["gradient_reduction"] == "e5m2"
+    assert delayed.summary["world_size"] == 2
+    assert (
+        delayed.summary["final_validation_loss"]
+        == delayed.lines("validation_loss")[-1]["validation_loss"]
+    )
+    checkpoints = sorted(path.name for path in (delayed.folder / "checkpoints").iterdir())
+    assert checkpoints == ["step_00000003", "step_00000006"]
+
+
+def test_bytes_on_the_wire(delayed: Finished) -> None:
+    """One rank of two sends half of its gradients: a byte each, and a scale a block of 128."""
+    parameters = delayed.summary["parameters"]
+    sent = {line["bytes_reduced"] for line in delayed.lines("loss")}
+    assert len(sent) == 1
+    assert 1.0 < sent.pop() / (parameters / 2) < 1.05  # padding of each bucket's shard to 128
+
+
+def test_the_banner_and_progress(delayed: Finished) -> None:
+    assert "emulated (right numerics, no speed-up)" in delayed.out
+    assert "fingerprint" in delayed.out
+    assert "E4M3/E4M3/E5M2" in delayed.out
+    assert delayed.out.count("validation loss") == 3  # rank 0 alone
+    assert "tokens/s" in delayed.out and "left" in delayed.out
+
+
+def test_wandb_offline_files(delayed: Finished) -> None:
+    folders = list((delayed.folder / "wandb").glob("offline-run-*"))
+    assert len(folders) == 1
+    (record,) = folders[0].glob("*.wandb")
+    assert record.stat().st_size > 1000
+    wandb = Path(sys.executable).with_name("wandb")
+    shown = subprocess.run(
+        [wandb, "sync", "--dry-run", folders[0]], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_a_resume_is_exact(launcher: Launcher, delayed: Finished) -> None:
+    """Loss for loss to the last bit, amax histories included, as if nothing had happened."""
+    copy = delayed.folder.with_name("resumed")
+    shutil.copytree(delayed.folder, copy)
+    shutil.rmtree(copy / "checkpoints/step_00000006")
+    (copy / "checkpoints/.step_00000006.partial").mkdir()  # the save that was interrupted
+    (copy / "summary.json").unlink()
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "los')  # a line half-written
+    again = launcher.train(
+        "resumed", "precision=fp8_delayed", "checkpoint.every=3", "resume=auto", processes=2
+    )
+    assert again.code == 0, again.err
+    assert "from step 3" in again.out
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert [(line["step"], line[key]) for line in again.lines(key)] == [
+            (line["step"], line[key]) for line in delayed.lines(key)
+        ]
+    assert again.summary["initial_validation_loss"] == delayed.summary["initial_validation_loss"]
+
+
+def test_a_resume_on_another_layout(launcher: Launcher, delayed: Finished) -> None:
+    copy = delayed.folder.with_name("elsewhere")
+    shutil.copytree(delayed.folder, copy)
+    alone = launcher.train("elsewhere", "precision=fp8_delayed", "trainer.steps=8", "resume=auto")
+    assert alone.code == 0, alone.err
+    assert [line["step"] for line in alone.lines("loss")] == list(range(1, 9))
+    assert alone.lines("loss")[-1]["loss"] < alone.lines("loss")[3]["loss"]
+
+
+def test_a_finished_run_is_left_alone(launcher: Launcher, one: Finished) -> None:
+    before = one.summary
+    again = launcher.train("one", "precision=fp32", "resume=auto")
+    assert again.code == 0 and "nothing to do" in again.err
+    assert again.summary == before
+
+
+def test_a_folder_with_a_run_is_refused(launcher: Launcher, one: Finished) -> None:
+    again = launcher.train("one", "precision=fp32")
+    assert again.code == 2
+    (line,) = again.err.strip().splitlines()
+    assert all(hint in line for hint in ("resume=auto", "run.name=", "run.overwrite=true"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(launcher: Launcher, one: Finished) -> None:
+    for override, message in (
+        ("model.hidden_size=128", "hidden_size is 64 there and 128 here"),
+        ("precision=fp8_block", "precision is fp32 there and fp8_block here"),
+        ("trainer.seed=7", "other data"),
+    ):
+        other = launcher.train("one", "precision=fp32", "resume=auto", override)
+        assert other.code == 2
+        (line,) = other.err.strip().splitlines()
+        assert message in line
+
+
+def test_steps_that_are_not_finite_are_skipped(launcher: Launcher) -> None:
+    done = launcher.train(
+        "diverged",
+        *("precision=fp8_delayed", "optimizer.lr=1e38", "optimizer.weight_decay=0"),
+        *("trainer.clip_grad_norm=0", "checkpoint.at_end=false"),
+    )
+    assert done.code == 0, done.err
+    assert done.summary["skipped_steps"] >= 3
+    assert "skipped, its gradients are not finite" in done.out
+    assert not (done.folder / "checkpoints").exists()
+
+
+def test_torchrun_names_our_line_as_the_root_cause(launcher: Launcher) -> None:
+    done = launcher.train("bad", "trainer.global_batch_size=7", processes=2)
+    assert done.code == 1
+    assert done.err.count("error: trainer.global_batch_size=7 is not divisible") == 1
+    cause = done.err.partition("Root Cause")[2]
+    assert "trainer.global_batch_size=7 is not divisible by" in cause
+    assert not done.folder.exists()
