@@ -319,10 +319,19 @@ def check(config: Config, world_size: int) -> None:
         value = get(config, key)
         if not value >= least:
             raise ConfigError(f"{key}={value}: must be at least {least}")
+    _check_precision(config.precision)
     _check_model_and_data(config)
     _check_layout(config, world_size)
     _check_batch(config, data_parallel_size(config, world_size))
     _check_optimizer(config)
+
+
+def _check_precision(precision: PrecisionConfig) -> None:
+    if precision.recipe == "fp8_block" and not precision.power_of_two_scales:
+        raise ConfigError(
+            "precision.power_of_two_scales=false: FP32 block scales do not run yet; use "
+            "precision.power_of_two_scales=true, or precision=fp8_current"
+        )
 
 
 def _check_model_and_data(config: Config) -> None:

@@ -55,7 +55,7 @@ try:
 except (OSError, subprocess.CalledProcessError):
     default = version
 name = "python3" if default.startswith(f"{version}.") else f"python{version}"
-made = Path(sys.argv[1], "pyvenv.cfg").exists()
+made = sys.executable.startswith(f"{sys.argv[1]}/")
 if not made and not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
     print(f"{name}-venv")
 if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -73,8 +73,10 @@ answers() {
 
 [[ $extra == "" || $extra == dev ]] || die "unknown argument '$extra': give dev, or nothing"
 
+installed=""
 if is_recent "$venv/bin/python"; then
   python=$venv/bin/python
+  installed=$(cat "$venv/.fp8train-setup" 2>/dev/null || true)
 else
   python=$(find_python)
 fi
@@ -83,17 +85,17 @@ missing=$(missing_packages "$python")
 
 # What the installation depends on; the folder is part of it because the install is editable.
 digest=$(cat "$root/pyproject.toml" "$root/constraints.txt" - <<<"$root" | sha256sum | cut -d' ' -f1)
-stamp=$venv/.fp8train-setup
-installed=$(cat "$stamp" 2>/dev/null || true)
 if [[ $installed == "$digest dev" || $installed == "$digest $extra" ]]; then
   exit 0
 fi
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   echo "setup: making $venv with $("$python" -V)"
-  "$python" -m venv "$venv"
+  clear=()
+  [[ ! -e $venv/pyvenv.cfg ]] || clear=(--clear)  # a broken one; never another folder
+  "$python" -m venv "${clear[@]}" "$venv"
 fi
-rm -f "$stamp"
+rm -f "$venv/.fp8train-setup"
 
 options=(--prefer-binary --use-pep517 --no-compile --disable-pip-version-check)
 [[ -t 1 ]] || options+=(-qq)
@@ -115,5 +117,5 @@ PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "
 import datasets, hydra, matplotlib.figure, rich, tokenizers, wandb
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.fsdp"
-echo "$digest $extra" >"$stamp"
+echo "$digest $extra" >"$venv/.fp8train-setup"
 echo "setup: done in $SECONDS s"

@@ -1,6 +1,9 @@
-"""From a plain model to a trained one, in order: precision, then sharding, then values.
+"""From a plain model to one that trains over all ranks, in order: precision, sharding, values.
 
-1. `convert` swaps the chosen linears for quantised ones (and may hold recipe state);
+Before processes meet:
+1. `precise_model` makes the model on the meta device, swaps the chosen linears, and on a GPU
+   the norms for apex's.
+After that:
 2. `fully_shard` shards each block and the rest over the data-parallel ranks: FP32 shards are the
    master weights, compute is BF16, gradients are accumulated in FP32;
 3. our reduce-scatter takes the place of FSDP2's;
@@ -21,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8train.config import Config, ModelConfig, gradient_reduction
 from fp8train.models.llama import Llama, initial_std
 from fp8train.parallel.reduction import AllToAllReduceScatter
+from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
 from fp8train.precision.wire import CODECS
 
@@ -47,16 +51,25 @@ class ParallelModel:
         self.model.set_requires_gradient_sync(on)
 
 
-def build(config: Config, device: torch.device) -> ParallelModel:
-    """Build the configured model over all ranks of the default process group.
+def precise_model(config: Config, device: torch.device) -> tuple[Llama, Conversion]:
+    """The configured model on the meta device, its linears under the configured precision.
 
+    Args:
+        device: where it will run.
     Raises:
         ConfigError: a layer pattern that matches nothing.
     """
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     with torch.device("meta"):
         model = llama(config.model)
-    conversion = convert(model, config.precision, device)
+        fuse_norms(model, device)
+    return model, convert(model, config.precision, device)
+
+
+def parallelize(
+    model: Llama, conversion: Conversion, config: Config, device: torch.device
+) -> ParallelModel:
+    """Shard a meta-device model over all ranks of the default process group and fill it."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     compute = torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
     policy = MixedPrecisionPolicy(
         param_dtype=compute,

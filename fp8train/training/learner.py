@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8train.config import Config
 from fp8train.data.dataset import PreparedData
 from fp8train.data.order import TrainSamples, validation_samples
-from fp8train.parallel.parallelize import ParallelModel, build
+from fp8train.parallel.parallelize import ParallelModel
 from fp8train.parallel.runtime import Ranks
 from fp8train.training.checkpoint import Progress
 from fp8train.training.optimizer import build_optimizer
@@ -49,15 +49,16 @@ class Learner:
         device: torch.device,
         data: PreparedData,
         progress: Progress,
+        parallel: ParallelModel,
     ) -> None:
         self.config, self.ranks, self.device, self.progress = config, ranks, device, progress
+        self.parallel = parallel
         length = config.trainer.sequence_length
         self.samples = TrainSamples(data.train, length, config.trainer.seed)
         self.held_out = validation_samples(
             data.validation, length, config.trainer.validation_samples
         )
-        self.parallel: ParallelModel = build(config, device)
-        self.optimizer = build_optimizer(self.parallel.model, config.optimizer)
+        self.optimizer = build_optimizer(parallel.model, config.optimizer)
 
     @property
     def tokens_a_step(self) -> int:

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
-import subprocess
-from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
+from omegaconf import OmegaConf
 
-from fp8train import __version__
 from fp8train.config import Config, ConfigError
-
-PACKAGES = ("torch", "hydra-core", "omegaconf", "datasets", "tokenizers", "wandb", "numpy")
+from fp8train.environment import environment
 
 
 class RunFolder:
@@ -77,7 +70,7 @@ class RunFolder:
         if not resuming:
             self.metrics.unlink(missing_ok=True)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-        write_whole(self.path / "config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
+        write_whole(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(self.config)))
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after a step, and a half-written last one: a resume writes them anew."""
@@ -120,48 +113,3 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
-
-
-def environment() -> dict[str, Any]:
-    """Versions, hardware and git state, for environment.json."""
-    versions = {"fp8train": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    hardware: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-    }
-    if torch.cuda.is_available():
-        hardware["gpu"] = torch.cuda.get_device_name()
-        hardware["gpus"] = torch.cuda.device_count()
-        versions["cuda"] = str(torch.version.cuda)
-    return {"versions": versions, "hardware": hardware, "git": git_state()}
-
-
-def cpu_name() -> str:
-    """The processor's name, from /proc/cpuinfo where there is one."""
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def git_state() -> dict[str, Any]:
-    """Commit of the source and whether it was changed; empty outside a checkout."""
-    root = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.CalledProcessError):
-        return {}

@@ -13,7 +13,9 @@ from fp8train.config import Config, ConfigError, check
 from fp8train.data.dataset import PreparedData, prepare
 from fp8train.data.order import fingerprint
 from fp8train.parallel import runtime
+from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
+from fp8train.precision.backends.nvidia import absences
 from fp8train.precision.backends.select import choose_backend
 from fp8train.training import checkpoint
 from fp8train.training.checkpoint import Progress
@@ -28,8 +30,7 @@ def train(config: Config) -> int:
     """Train as configured; every rank of the run calls it. Returns the exit code.
 
     Raises:
-        ConfigError: a mistake in the configuration; all but a layer pattern that matches nothing
-            are found before any process group exists.
+        ConfigError: a mistake in the configuration, found before any process group exists.
     """
     ranks = Ranks.from_environment()
     logging.basicConfig(format="%(message)s")
@@ -50,12 +51,16 @@ def train(config: Config) -> int:
         if progress.step >= config.trainer.steps and folder.finished_steps() == progress.step:
             log.info("%s is complete at step %d: nothing to do", folder.path, progress.step)
             return 0
+    for line in absences():
+        log.info(line)
+    model, conversion = precise_model(config, device)
     runtime.start(ranks, device)
     try:
-        learner = Learner(config, ranks, device, data, progress)
+        parallel = parallelize(model, conversion, config, device)
+        learner = Learner(config, ranks, device, data, progress, parallel)
         reporter = Reporter(config, ranks, folder, learner, backend, data_id)
         run(config, learner, reporter, resume_from)
-        del learner, reporter  # before the groups that their meshes hold
+        del learner, reporter, parallel, model  # before the groups that their meshes hold
         dist.barrier()
     finally:
         runtime.stop()

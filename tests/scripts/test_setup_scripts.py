@@ -1,4 +1,4 @@
-"""The scripts that set up an environment: what they refuse, what they install, and when."""
+"""Setting up: what the project declares, and what the scripts refuse, install, and when."""
 
 import os
 import re
@@ -7,17 +7,108 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError, requires
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+REPO = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = REPO / "scripts"
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DECLARED = [Requirement(text) for text in (*PROJECT["dependencies"], *chain(*EXTRAS.values()))]
 TOOLS = ["bash", "cat", "cut", "dirname", "env", "realpath", "rm", "sha256sum", "timeout"]
 HAS_DRIVER = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+# --- what is declared -----------------------------------------------------------------------------
+
+
+def requirements(file: str) -> list[Requirement]:
+    lines = (REPO / file).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [
+        ("2.10.1", False),
+        ("2.11.0a0+nv26.3", True),
+        ("2.12.0a0+nv26.5", True),
+        ("2.13.0", True),
+    ],
+)
+def test_nvidias_torch_satisfies_us(version: str, accepted: bool) -> None:
+    (torch,) = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch"]
+    # As pip judges what is installed.
+    assert torch.specifier.contains(version, prereleases=True) is accepted
+
+
+def test_constraints_pin_everything_that_is_needed() -> None:
+    pins = {canonicalize_name(pin.name): pin for pin in requirements("constraints.txt")}
+    assert all(re.fullmatch(r"==[^*+]+", str(pin.specifier)) for pin in pins.values())
+
+    seen: set[tuple[str, frozenset[str]]] = set()
+    queue = list(DECLARED)
+    while queue:
+        wanted = queue.pop()
+        name = canonicalize_name(wanted.name)
+        if (name, frozenset(wanted.extras)) in seen:
+            continue
+        seen.add((name, frozenset(wanted.extras)))
+        if name.startswith("nvidia-") and name not in pins:
+            continue  # torch's CUDA build pins these by itself
+        assert name in pins, f"constraints.txt does not pin {wanted}"
+        (pin,) = pins[name].specifier
+        assert wanted.specifier.contains(pin.version, prereleases=True), f"{wanted}: {pins[name]}"
+        try:
+            needs = [Requirement(text) for text in requires(name) or []]
+        except PackageNotFoundError:  # the [gpu] extra, on a machine without it
+            continue
+        for need in needs:
+            extras = wanted.extras or {""}
+            if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras):
+                queue.append(need)
+    assert len(seen) > 50
+
+
+def test_the_pyramid_toolkit_called_apex_is_nowhere() -> None:
+    names = {requirement.name for requirement in DECLARED}
+    for file in ("constraints.txt", "requirements-no-torch.txt"):
+        names |= {requirement.name for requirement in requirements(file)}
+    assert "apex" not in names
+
+
+def test_the_image_gets_every_dependency_but_torch() -> None:
+    declared = [Requirement(text) for text in PROJECT["dependencies"]]
+    assert requirements("requirements-no-torch.txt") == [r for r in declared if r.name != "torch"]
+
+
+def test_the_dockerfile_never_installs_torch() -> None:
+    text = (REPO / "Dockerfile").read_text()
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    commands = code.replace("\\\n", " ")
+    assert re.search(r"^ARG BASE=nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3$", commands, re.MULTILINE)
+    assert re.search(r"^FROM \$\{BASE\}$", commands, re.MULTILINE)
+    runs = [line for line in commands.splitlines() if line.startswith("RUN ")]
+    first, second = (run.split("pip install ")[1].split("&&")[0].split() for run in runs)
+    assert first == [
+        "--no-cache-dir",
+        "--constraint",
+        "/tmp/torch.txt",  # the image's own torch
+        "--requirement",
+        "requirements-no-torch.txt",
+    ]
+    assert second == ["--no-cache-dir", "--no-deps", "--editable", "."]
+    assert "constraints.txt" not in commands
 
 
 # --- what is missing on a machine ---------------------------------------------------------------
@@ -229,19 +320,17 @@ def test_the_life_of_an_environment(checkout: Checkout, tmp_path: Path) -> None:
     # Nothing to do, so no index is asked.
     assert checkout.run("setup.sh", PIP_INDEX_URL="http://127.0.0.1:9/") == ""
 
+    # What failed is not taken for done.
+    checkout.constrain("torch==3")
+    assert "done in" not in checkout.run("setup.sh", code=1)
+    assert not (checkout.venv / ".fp8train-setup").exists()
+
     # Another constraint; the CPU build where its index answers.
     checkout.constrain("torch==2", "checker==1")
     checkout.run("setup.sh", "dev")
     torch = "torch-2" if HAS_DRIVER else "torch-2+cpu"
     assert checkout.installed() == {"project-1", torch, "checker-1"}
     assert checkout.run("setup.sh") == "", "what dev installed is more than enough"
-
-    # With a driver torch comes from pip's own index.
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvidia-smi").symlink_to("/bin/true")
-    checkout.constrain("torch==1", "checker==1")
-    checkout.run("setup.sh", "dev", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
-    assert checkout.installed() == {"project-1", "torch-1", "checker-1"}
 
     # pytest's closing line and exit code.
     (checkout.root / "test_it.py").write_text(
@@ -253,13 +342,11 @@ def test_the_life_of_an_environment(checkout: Checkout, tmp_path: Path) -> None:
     whole = checkout.run("test.sh", "test_it.py", PYTHONPATH=ours, code=1)
     assert "1 failed, 1 passed" in whole.splitlines()[-1]
 
-    # The Python that it was made with went away.
-    (checkout.venv / "bin" / "python").unlink()
-    checkout.run("setup.sh", "dev")
-    assert (checkout.venv / "bin" / "python").exists()
-
-
-def test_an_installation_that_fails_is_not_taken_for_done(checkout: Checkout) -> None:
-    checkout.constrain("torch==3")
-    for _ in range(2):
-        assert "done in" not in checkout.run("setup.sh", code=1)
+    # The Python that it was made with went away, and there is a driver: pip's own index.
+    python = checkout.venv / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nonexistent/python3")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").symlink_to("/bin/true")
+    checkout.run("setup.sh", "dev", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert checkout.installed() == {"project-1", "torch-2", "checker-1"}

@@ -124,7 +124,7 @@ def quantize_blocks(
     return out, scale_inv
 
 
-def _function(name: str, returns: type | None) -> "ctypes._NamedFuncPointer":
+def _function(name: str, returns: type | None) -> ctypes._NamedFuncPointer:
     loaded = library()
     assert loaded is not None, "ask usable() first"
     function = getattr(loaded, name)

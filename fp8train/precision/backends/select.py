@@ -1,9 +1,6 @@
-"""Which backend runs a recipe on this machine, and what NVIDIA software is here to use."""
+"""Which backend runs a recipe on this machine."""
 
 from __future__ import annotations
-
-import importlib
-from types import ModuleType
 
 import torch
 
@@ -30,19 +27,3 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> str:
             f"use precision.backend=emulated or auto"
         )
     return "emulated" if precision.recipe in FP8_RECIPES else "torch"
-
-
-def nvidia_apex() -> ModuleType | None:
-    """NVIDIA's apex if it is installed; not PyPI's package of that name, a Pyramid toolkit."""
-    try:
-        return importlib.import_module("apex.normalization")
-    except ImportError:
-        return None
-
-
-def transformer_engine() -> ModuleType | None:
-    """TransformerEngine's PyTorch package if it imports."""
-    try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError):  # OSError: its CUDA libraries are missing
-        return None
