@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8train.config import Config, ModelConfig, gradient_reduction
-from fp8train.models.llama import Llama, initial_std
+from fp8train.models.llama import AttentionCore, Llama, initial_std
 from fp8train.parallel.reduction import AllToAllReduceScatter
 from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
@@ -62,7 +62,7 @@ def precise_model(config: Config, device: torch.device) -> tuple[Llama, Conversi
     with torch.device("meta"):
         model = llama(config.model)
         fuse_norms(model, device)
-    return model, convert(model, config.precision, device)
+    return model, convert(model, config.precision, device, AttentionCore)
 
 
 def parallelize(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fp8train.config import ConfigError, PrecisionConfig
-from fp8train.models.llama import AttentionCore
 from fp8train.precision.backends.emulated import Emulated, WideAttentionCore, has_fast_bf16
 from fp8train.precision.delayed import DelayedState
 from fp8train.precision.linear import QuantizedLinear
@@ -42,7 +41,12 @@ class Conversion:
     delayed: DelayedState | None = None
 
 
-def convert(model: nn.Module, precision: PrecisionConfig, device: torch.device) -> Conversion:
+def convert(
+    model: nn.Module,
+    precision: PrecisionConfig,
+    device: torch.device,
+    attention_core: type[nn.Module] | None = None,
+) -> Conversion:
     """Swap the chosen linears of the model for quantised ones, in place.
 
     On a CPU without fast BF16 the other linears and the attention cores are swapped too, for ones
@@ -51,6 +55,7 @@ def convert(model: nn.Module, precision: PrecisionConfig, device: torch.device) 
     Args:
         model: any module tree with `nn.Linear`s; may be on the meta device.
         device: where the model will run.
+        attention_core: the model's class of q, k, v → output, causal; None if it has none.
     Raises:
         ConfigError: a pattern that matches no layer.
     """
@@ -75,7 +80,7 @@ def convert(model: nn.Module, precision: PrecisionConfig, device: torch.device) 
             layer = QuantizedLinear.take_over(linears[name], HighPrecision(), gemms)
             replace(model, name, layer)
         for name, module in list(model.named_modules()):
-            if isinstance(module, AttentionCore):
+            if attention_core is not None and isinstance(module, attention_core):
                 replace(model, name, WideAttentionCore())
     conversion.table = table(list(linears), conversion.layers, precision)
     return conversion

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fp8train.config import ConfigError, PrecisionConfig
 from fp8train.models.llama import AttentionCore, Llama
+from fp8train.precision import convert as convert_module
 from fp8train.precision.backends.emulated import Emulated, WideAttentionCore
 from fp8train.precision.backends.select import choose_backend
 from fp8train.precision.convert import convert, kinds
@@ -176,10 +177,21 @@ def test_patterns_that_leave_nothing_are_an_error() -> None:
 
 def test_fp32_converts_nothing() -> None:
     model = tiny()
-    conversion = convert(model, PrecisionConfig(recipe="fp32"), CPU)
+    conversion = convert(model, PrecisionConfig(recipe="fp32"), CPU, AttentionCore)
     assert not conversion.layers
     assert not any(isinstance(m, QuantizedLinear | WideAttentionCore) for m in model.modules())
     assert any(isinstance(m, AttentionCore) for m in model.modules())
+
+
+def test_bf16_without_fast_gemms_converts_head_and_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for fast, expected in ((True, 0), (False, 2)):
+        monkeypatch.setattr(convert_module, "has_fast_bf16", lambda device, fast=fast: fast)
+        model = tiny()
+        convert(model, PrecisionConfig(recipe="bf16"), CPU, AttentionCore)
+        assert sum(isinstance(m, WideAttentionCore) for m in model.modules()) == expected
+        assert isinstance(model.lm_head, QuantizedLinear) is not fast
 
 
 def test_wide_attention_is_bf16_attention_rounded_once() -> None:
