@@ -87,8 +87,13 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
 
 
 def build_config(composed: DictConfig, schema: type[Config]) -> Config:
-    """The typed configuration of what Hydra composed; `precision.recipe` must be the group's."""
-    choice = HydraConfig.get().runtime.choices["precision"]
+    """The typed configuration of what Hydra composed.
+
+    Raises:
+        ConfigError: an unknown key, a wrong or missing value, or a key that only mirrors a group
+            (`precision.recipe`, `run.recipe`) and was set to something else.
+    """
+    choices = HydraConfig.get().runtime.choices
     try:
         container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -97,11 +102,17 @@ def build_config(composed: DictConfig, schema: type[Config]) -> Config:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
     config = from_container({str(key): value for key, value in container.items()}, schema)
-    if config.precision.recipe != choice:
+    if config.precision.recipe != choices["precision"]:
         raise ConfigError(
             f"precision.recipe={config.precision.recipe} is read-only and the chosen group is "
-            f"{choice}: choose with precision={config.precision.recipe}"
+            f"{choices['precision']}: choose with precision={config.precision.recipe}"
         )
+    recipe = choices.get("recipe")
+    if config.run.recipe not in (None, recipe):
+        raise ConfigError(
+            f"run.recipe={config.run.recipe} is read-only: choose with +recipe={config.run.recipe}"
+        )
+    config.run.recipe = recipe
     return config
 
 

@@ -25,6 +25,7 @@ class RunConfig:
     name: str = "${model.name}-${precision.recipe}-s${trainer.seed}"
     dir: str = "outputs/${run.name}"
     experiment: str = "${model.name}"  # W&B group: the runs that are meant to be compared
+    recipe: str | None = None  # NAME of +recipe=NAME; set from there
     overwrite: bool = False  # delete the run that is in run.dir and start anew
 
 

@@ -30,7 +30,7 @@ class WandbLog:
             "group": config.run.experiment,
             "tags": [
                 config.precision.recipe,
-                config.model.name,
+                config.run.recipe or config.model.name,
                 f"shard{world_size}",
                 f"reduce-{gradient_reduction(config)}",
             ],

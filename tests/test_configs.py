@@ -1,0 +1,113 @@
+"""Every shipped file composes, every recipe with every precision, and the rules hold."""
+
+import itertools
+from collections.abc import Iterator
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from fp8train.config import (
+    CHOICES,
+    CompareConfig,
+    Config,
+    ConfigError,
+    check,
+    from_container,
+    gradient_reduction,
+)
+from tests.conftest import REPO
+
+RECIPES = sorted(path.stem for path in (REPO / "recipes").glob("*.yaml"))
+PRECISIONS = sorted(path.stem for path in (REPO / "configs/precision").glob("*.yaml"))
+GROUP_FILES = sorted(
+    (path.parent.name, path.stem)
+    for path in (REPO / "configs").glob("*/*.yaml")
+    if path.parent.name != "recipe"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_app() -> Iterator[None]:
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=Config)
+    store.store(name="compare_schema", node=CompareConfig)
+    with hydra.initialize_config_dir(str(REPO / "configs"), version_base="1.3"):
+        yield
+
+
+def compose(*overrides: str, app: str = "train") -> Config:
+    container = OmegaConf.to_container(hydra.compose(app, list(overrides)), resolve=True)
+    return from_container(container, CompareConfig if app == "compare" else Config)
+
+
+@pytest.mark.parametrize("recipe, precision", list(itertools.product(RECIPES, PRECISIONS)))
+def test_every_recipe_with_every_precision(recipe: str, precision: str) -> None:
+    config = compose(f"+recipe={recipe}", f"precision={precision}")
+    check(config, world_size=8 if recipe == "llama3_8b_fp8" else 1)
+    assert config.precision.recipe == precision
+    expected = "e5m2" if precision.startswith("fp8") else "fp32"
+    assert gradient_reduction(config) == expected, "a recipe must leave gradients.reduce alone"
+
+
+@pytest.mark.parametrize("group, name", GROUP_FILES)
+def test_every_group_file(group: str, name: str) -> None:
+    config = compose(f"{group}={name}")
+    assert getattr(config, group) is not None
+    if (group, name) != ("data", "local"):  # it needs a path
+        check(config, world_size=1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_opens_with_its_hardware_and_only_selects_a_precision(recipe: str) -> None:
+    text = (REPO / f"recipes/{recipe}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# Hardware: ")
+    assert "\nprecision:" not in text and "\ngradients:" not in text
+    assert "override /precision:" in text
+
+
+def test_the_list_of_precisions_is_the_folder() -> None:
+    assert sorted(CHOICES["precision.recipe"]) == PRECISIONS
+
+
+def test_the_compare_app_adds_its_own_keys() -> None:
+    config = compose("+recipe=llama_fp8", "compare.processes=4", app="compare")
+    assert isinstance(config, CompareConfig)
+    assert (config.baseline, config.compare.processes) == ("bf16", 4)
+
+
+def test_the_default_name_has_model_precision_and_seed() -> None:
+    assert compose("trainer.seed=3", "precision=bf16").run.name == "llama_tiny-bf16-s3"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["trainer.steps=0"], "trainer.steps=0: must be at least 1"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan"),
+        (["model.num_heads=3"], "model.num_heads=3 does not divide model.hidden_size=128"),
+        (["model.num_heads=128", "model.num_kv_heads=2"], "odd head size of 1"),
+        (["model.num_kv_heads=3"], "model.num_kv_heads=3 does not divide model.num_heads=4"),
+        (["trainer.sequence_length=4096"], "above model.max_sequence_length=2048"),
+        (["trainer.global_batch_size=20"], "2 data-parallel ranks: use 16 or 32"),
+        (["parallel.shard=4"], "the world size, 2; set parallel.shard=2 or -1"),
+        (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism does not run yet"),
+        (["parallel.context=2"], "parallel.context=2"),
+        (["parallel.replicate=2"], "parallel.replicate=2"),
+        (["parallel.pipeline_schedule=zigzag"], "choose one of 1f1b, interleaved, zero_bubble"),
+        (["gradients.reduce=fp4"], "gradients.reduce=fp4: choose one of auto, e5m2, bf16, fp32"),
+        (["precision.format=e3m4"], "precision.format=e3m4: choose one of hybrid, e4m3"),
+        (["precision=fp8_block", "precision.power_of_two_scales=false"], "FP32 block scales"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: give two numbers"),
+        (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2"),
+        (["data.validation_fraction=1"], "data.validation_fraction=1"),
+        (["data=local"], "data.path is not set"),
+        (["resume=yes"], "resume=yes: choose one of none, auto"),
+    ],
+)
+def test_rules(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(compose(*overrides), world_size=2)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
