@@ -174,6 +174,14 @@ def test_steps_that_are_not_finite_are_skipped(launcher: Launcher) -> None:
     assert not (done.folder / "checkpoints").exists()
 
 
+def test_a_sweep_trains_one_run_a_job(launcher: Launcher) -> None:
+    small = ("trainer.steps=2", "trainer.validate_every=0", "checkpoint.at_end=false")
+    done = launcher.train("sweep-${precision.recipe}", "-m", "precision=bf16,fp8_block", *small)
+    assert done.code == 0, done.err
+    runs = sorted(path.parent.name for path in done.folder.parent.glob("sweep-*/summary.json"))
+    assert runs == ["sweep-bf16", "sweep-fp8_block"]
+
+
 def test_torchrun_names_our_line_as_the_root_cause(launcher: Launcher) -> None:
     done = launcher.train("bad", "trainer.global_batch_size=7", processes=2)
     assert done.code == 1

@@ -23,6 +23,8 @@ def has_fast_bf16(device: torch.device) -> bool:
     """
     if device.type != "cpu":
         return True
+    if not torch.backends.mkldnn.is_available():
+        return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
