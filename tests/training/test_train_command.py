@@ -176,7 +176,7 @@ def test_steps_that_are_not_finite_are_skipped(launcher: Launcher) -> None:
 
 def test_a_sweep_trains_one_run_a_job(launcher: Launcher) -> None:
     small = ("trainer.steps=2", "trainer.validate_every=0", "checkpoint.at_end=false")
-    done = launcher.train("sweep-${precision.recipe}", "-m", "precision=bf16,fp8_block", *small)
+    done = launcher.train("sweep-${precision.recipe}", "precision=bf16,fp8_block", *small, "-m")
     assert done.code == 0, done.err
     runs = sorted(path.parent.name for path in done.folder.parent.glob("sweep-*/summary.json"))
     assert runs == ["sweep-bf16", "sweep-fp8_block"]
