@@ -320,14 +320,22 @@ def check(config: Config, world_size: int) -> None:
         value = get(config, key)
         if not value >= least:
             raise ConfigError(f"{key}={value}: must be at least {least}")
-    _check_precision(config.precision)
+    _check_precision(config)
     _check_model_and_data(config)
     _check_layout(config, world_size)
     _check_batch(config, data_parallel_size(config, world_size))
     _check_optimizer(config)
 
 
-def _check_precision(precision: PrecisionConfig) -> None:
+def _check_precision(config: Config) -> None:
+    precision, trainer = config.precision, config.trainer
+    rows = trainer.micro_batch_size * trainer.sequence_length
+    if precision.backend == "transformer_engine" and rows % 16:
+        raise ConfigError(
+            f"precision.backend=transformer_engine needs a multiple of 16 tokens a micro batch: "
+            f"trainer.micro_batch_size={trainer.micro_batch_size} times trainer.sequence_length="
+            f"{trainer.sequence_length} is {rows}"
+        )
     if precision.recipe == "fp8_block" and not precision.power_of_two_scales:
         raise ConfigError(
             "precision.power_of_two_scales=false: FP32 block scales do not run yet; use "

@@ -14,6 +14,12 @@ from torch import nn
 
 from fp8train.config import ConfigError, PrecisionConfig
 from fp8train.precision.backends.emulated import Emulated, WideAttentionCore, has_fast_bf16
+from fp8train.precision.backends.transformer_engine import (
+    DelayedHistories,
+    Engine,
+    Region,
+    take_over,
+)
 from fp8train.precision.delayed import DelayedState
 from fp8train.precision.linear import QuantizedLinear
 from fp8train.precision.quantizers import Block, Current, Delayed, HighPrecision, Quantizer
@@ -22,6 +28,7 @@ from fp8train.precision.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    Recipe,
     recipe_of,
 )
 
@@ -38,7 +45,7 @@ class Conversion:
 
     layers: list[str] = field(default_factory=list)
     table: list[tuple[str, int, str, str]] = field(default_factory=list)
-    delayed: DelayedState | None = None
+    delayed: DelayedState | DelayedHistories | None = None
 
 
 def convert(
@@ -63,18 +70,10 @@ def convert(
     recipe = recipe_of(precision)
     conversion = Conversion(select(list(linears), precision) if recipe else [])
     gemms = Emulated.on(device, precision.emulation)
-    if isinstance(recipe, DelayedScaling):
-        conversion.delayed = DelayedState(conversion.layers, recipe, device)
-    for index, name in enumerate(conversion.layers):
-        match recipe:
-            case CurrentScaling():
-                quantizer: Quantizer = Current(recipe)
-            case DelayedScaling():
-                assert conversion.delayed is not None
-                quantizer = Delayed(conversion.delayed, index * len(ROLES))
-            case BlockScaling():
-                quantizer = Block(recipe)
-        replace(model, name, QuantizedLinear.take_over(linears[name], quantizer, gemms))
+    if recipe is not None and precision.backend == "transformer_engine":
+        _to_transformer_engine(model, linears, conversion, recipe)
+    elif recipe is not None:
+        _to_emulated(model, linears, conversion, recipe, gemms, device)
     if precision.recipe != "fp32" and not has_fast_bf16(device):
         for name in linears.keys() - set(conversion.layers):
             layer = QuantizedLinear.take_over(linears[name], HighPrecision(), gemms)
@@ -84,6 +83,41 @@ def convert(
                 replace(model, name, WideAttentionCore())
     conversion.table = table(list(linears), conversion.layers, precision)
     return conversion
+
+
+def _to_emulated(
+    model: nn.Module,
+    linears: dict[str, nn.Linear],
+    conversion: Conversion,
+    recipe: Recipe,
+    gemms: Emulated,
+    device: torch.device,
+) -> None:
+    delayed = None
+    if isinstance(recipe, DelayedScaling):
+        delayed = conversion.delayed = DelayedState(conversion.layers, recipe, device)
+    for index, name in enumerate(conversion.layers):
+        match recipe:
+            case CurrentScaling():
+                quantizer: Quantizer = Current(recipe)
+            case DelayedScaling():
+                assert delayed is not None
+                quantizer = Delayed(delayed, index * len(ROLES))
+            case BlockScaling():
+                quantizer = Block(recipe)
+        replace(model, name, QuantizedLinear.take_over(linears[name], quantizer, gemms))
+
+
+def _to_transformer_engine(
+    model: nn.Module, linears: dict[str, nn.Linear], conversion: Conversion, recipe: Recipe
+) -> None:
+    region = Region(recipe, Engine.load())
+    layers = {name: take_over(name, linears[name], region) for name in conversion.layers}
+    for name, layer in layers.items():
+        replace(model, name, layer)
+    region.span(model)
+    if isinstance(recipe, DelayedScaling):
+        conversion.delayed = DelayedHistories(layers, region)
 
 
 def select(names: list[str], precision: PrecisionConfig) -> list[str]:

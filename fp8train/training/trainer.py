@@ -15,7 +15,7 @@ from fp8train.data.order import fingerprint
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
-from fp8train.precision.backends.nvidia import absences
+from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
 from fp8train.training import checkpoint
 from fp8train.training.checkpoint import Progress
@@ -51,7 +51,7 @@ def train(config: Config) -> int:
         if progress.step >= config.trainer.steps and folder.finished_steps() == progress.step:
             log.info("%s is complete at step %d: nothing to do", folder.path, progress.step)
             return 0
-    for line in absences():
+    for line in notices():
         log.info(line)
     model, conversion = precise_model(config, device)
     runtime.start(ranks, device)

@@ -31,13 +31,13 @@ def fresh_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_apex() -> None:
     assert nvidia.fused_rms_norm() is None
-    assert "apex: not installed; norms are torch's own" in nvidia.absences()
+    assert "apex: not installed; norms are torch's own" in nvidia.notices()
 
 
 def test_the_pyramid_toolkit_is_not_taken_for_nvidia_s(tmp_path: Path) -> None:
     package(tmp_path, {"__init__.py": ""})
     assert nvidia.fused_rms_norm() is None
-    assert "apex: the installed one is not NVIDIA's; norms are torch's own" in nvidia.absences()
+    assert "apex: the installed one is not NVIDIA's; norms are torch's own" in nvidia.notices()
 
 
 def test_fused_norms_share_the_weight_on_a_gpu_alone(tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_fused_norms_share_the_weight_on_a_gpu_alone(tmp_path: Path) -> None:
     assert nvidia.fuse_norms(model, torch.device("cuda", 0)) == 2
     assert type(model[0]).__name__ == "FusedRMSNorm"
     assert model[0].weight is weight and model[0].eps == 1e-3
-    assert not any("apex" in line for line in nvidia.absences())
+    assert not any("apex" in line for line in nvidia.notices())

@@ -22,8 +22,8 @@ def fused_rms_norm() -> type[nn.Module] | None:
     return getattr(module, "FusedRMSNorm", None)
 
 
-def absences() -> list[str]:
-    """One line for each package that could have been used, with what is used in its place."""
+def notices() -> list[str]:
+    """One line for each package that is not used, with what is used in its place."""
     lines = []
     if fused_rms_norm() is None:
         found = importlib.util.find_spec("apex") is not None
@@ -31,6 +31,8 @@ def absences() -> list[str]:
         lines.append(f"apex: {state}; norms are torch's own")
     if importlib.util.find_spec("transformer_engine") is None:
         lines.append("transformer_engine: not installed; FP8 runs on the emulated backend")
+    else:
+        lines.append("transformer_engine: used with precision.backend=transformer_engine")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8train.config import FP8_RECIPES, ConfigError, PrecisionConfig
+from fp8train.precision.backends.transformer_engine import Engine, refusal
 
 GPU_ONLY = ("torch", "transformer_engine")
 
@@ -21,9 +22,18 @@ def choose_backend(precision: PrecisionConfig, device: torch.device) -> str:
             f"precision.backend={wanted} needs a CUDA GPU and this run is on the "
             f"{device.type.upper()}: use precision.backend=emulated or auto"
         )
-    if wanted in GPU_ONLY and precision.recipe in FP8_RECIPES:
+    if precision.recipe not in FP8_RECIPES:
+        return "torch"
+    if wanted == "torch":
         raise ConfigError(
-            f"precision.backend={wanted} does not run {precision.recipe} yet: "
+            f"precision.backend=torch does not run {precision.recipe} yet: "
             f"use precision.backend=emulated or auto"
         )
-    return "emulated" if precision.recipe in FP8_RECIPES else "torch"
+    if wanted == "transformer_engine":
+        capability = torch.cuda.get_device_capability(device)
+        reason = refusal(precision.recipe, capability, Engine.load())
+        if reason:
+            raise ConfigError(reason)
+        return wanted
+    # `auto` too, on a GPU as well: no other backend has been measured against it yet.
+    return "emulated"
