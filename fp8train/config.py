@@ -292,6 +292,11 @@ AT_LEAST = {
     "checkpoint.keep": 1,
     "logging.every": 1,
     "data.bpe_vocab_size": 257,
+    "precision.margin": -16,
+}
+AT_MOST = {
+    "precision.margin": 32,  # beyond, a scale could underflow
+    "schedule.min_lr_ratio": 1,
 }
 NOT_YET = ("tensor", "pipeline", "context", "replicate")
 
@@ -320,6 +325,10 @@ def check(config: Config, world_size: int) -> None:
         value = get(config, key)
         if not value >= least:
             raise ConfigError(f"{key}={value}: must be at least {least}")
+    for key, most in AT_MOST.items():
+        value = get(config, key)
+        if not value <= most:
+            raise ConfigError(f"{key}={value}: must be at most {most}")
     _check_precision(config)
     _check_model_and_data(config)
     _check_layout(config, world_size)
@@ -413,10 +422,6 @@ def _check_optimizer(config: Config) -> None:
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"optimizer.betas={betas}: give two numbers in [0, 1)")
-    if config.schedule.min_lr_ratio > 1:
-        raise ConfigError(
-            f"schedule.min_lr_ratio={config.schedule.min_lr_ratio}: must be at most 1"
-        )
 
 
 def gradient_reduction(config: Config) -> str:

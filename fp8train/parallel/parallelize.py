@@ -50,6 +50,12 @@ class ParallelModel:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(on)
 
+    def release_weights(self) -> None:
+        """Free the root's gathered weights, which FSDP2 keeps for a backward, after a forward
+        that has none."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
+
 
 def precise_model(config: Config, device: torch.device) -> tuple[Llama, Conversion]:
     """The configured model on the meta device, its linears under the configured precision.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fp8train.precision.backends.emulated import Emulated
 from fp8train.precision.quantizers import Operand, Quantizer
@@ -20,9 +21,15 @@ class QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, quantizer: Quantizer, gemms: Emulated, training: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        quantizer: Quantizer,
+        gemms: Emulated,
+        training: bool,
+        differentiable: bool,
     ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        needs_dx, needs_dw = (needs and differentiable for needs in ctx.needs_input_grad[:2])
         dtype = gemms.compute_dtype
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         x_row, x_col = quantizer(rows, "input", dtype, training=training, columnwise=needs_dw)
@@ -36,6 +43,7 @@ class QuantizedMatmul(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         x_values, x_scale, w_values, w_scale = ctx.saved_tensors
@@ -51,7 +59,7 @@ class QuantizedMatmul(torch.autograd.Function):
             dx = ctx.gemms.gemm(g_row, Operand(w_values, w_scale), ctx.dtypes[0]).view(ctx.shape)
         if needs_dw:
             dw = ctx.gemms.gemm(g_col, Operand(x_values, x_scale), ctx.dtypes[1], transpose_a=True)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
@@ -70,9 +78,14 @@ class QuantizedLinear(nn.Linear):
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.quantizer, layer.gemms = quantizer, gemms
+        layer.train(linear.training)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → [..., N] in x's dtype."""
-        y = QuantizedMatmul.apply(x, self.weight, self.quantizer, self.gemms, self.training)
+        # Inside a Function's forward gradients are always off, so it is asked here.
+        differentiable = torch.is_grad_enabled()
+        y = QuantizedMatmul.apply(
+            x, self.weight, self.quantizer, self.gemms, self.training, differentiable
+        )
         return y if self.bias is None else y + self.bias

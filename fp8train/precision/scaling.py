@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
+FLT_MIN = torch.finfo(torch.float32).tiny  # a margin can't push a scale below: 0 has no inverse
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
@@ -17,7 +18,7 @@ def amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     magnitude = x.abs().float()
     magnitude = torch.where(magnitude.isnan(), 0.0, magnitude)
     if magnitude.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return magnitude.sum(dim=dim)  # zeros of the reduced shape
     return magnitude.amax(dim=() if dim is None else dim)
 
 
@@ -43,7 +44,7 @@ def scale_from_amax(
         FP32 tensor of amax's shape.
     """
     scale = divide(max_value * 2.0**-margin, amax)
-    scale = torch.where(scale.isinf(), overflow, scale)
+    scale = torch.where(scale.isinf(), overflow, scale).clamp(min=FLT_MIN)
     if power_of_two:
         scale = floor_to_power_of_two(scale)
     return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
@@ -71,7 +72,7 @@ def delayed_scale(
 
     A scale that overflows gives FLT_MAX. Source: TE `common/recipe/delayed_scaling.cu`.
     """
-    scale = divide(max_value * 2.0**-margin, amax).clamp(max=FLT_MAX)
+    scale = divide(max_value * 2.0**-margin, amax).clamp(FLT_MIN, FLT_MAX)
     if power_of_two:
         scale = floor_to_power_of_two(scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, previous)

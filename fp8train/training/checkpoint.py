@@ -8,6 +8,7 @@ of ranks.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fp8train.config import Config, ConfigError
+from fp8train.config import Config, ConfigError, gradient_reduction
 from fp8train.parallel.parallelize import ParallelModel
 
 MANIFEST = "manifest.json"
@@ -46,25 +47,49 @@ def folder_name(step: int) -> str:
 
 def newest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint; None if there is none."""
-    complete = [path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists()]
+    complete = [path for path in checkpoints.glob("step_*") if _manifest(path) is not None]
     return max(complete, key=lambda path: path.name, default=None)
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """The checkpoint's manifest; None if there is no whole one."""
+    try:
+        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest
+
+
+def held(config: Config) -> dict[str, Any]:
+    """What a resume must have in common with the run: another value would train another model."""
+    model, precision = asdict(config.model), asdict(config.precision)
+    for free in ("backend", "emulation"):  # how it is computed, not what
+        del precision[free]
+    del model["name"]
+    return {
+        "model": model,
+        "precision": precision,
+        "gradients": {"reduce": gradient_reduction(config)},
+    }
 
 
 def read_manifest(checkpoint: Path, config: Config, fingerprint: str) -> Progress:
     """The checkpoint's progress, after holding it to the configuration.
 
     Raises:
-        ConfigError: it is of another model, precision or data.
+        ConfigError: it is incomplete, or of another model, precision or data.
     """
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    theirs = manifest["model"] | {"precision": manifest["precision"]}
-    ours = asdict(config.model) | {"precision": config.precision.recipe}
-    for key, value in ours.items():
-        if theirs.get(key) != value and key != "name":
-            raise ConfigError(
-                f"{checkpoint} is a checkpoint of another model: {key} is {theirs.get(key)} there "
-                f"and {value} here; use its configuration, or another run.name="
-            )
+    manifest = _manifest(checkpoint)
+    if manifest is None:
+        raise ConfigError(f"{checkpoint} is not a complete checkpoint: resume from another")
+    for group, keys in held(config).items():
+        for key, value in keys.items():
+            theirs = manifest[group].get(key)
+            if theirs != value:
+                raise ConfigError(
+                    f"{checkpoint} is a checkpoint of another {group}: {group}.{key} is {theirs} "
+                    f"there and {value} here; use its configuration, or another run.name="
+                )
     if manifest["data_fingerprint"] != fingerprint:
         raise ConfigError(
             f"{checkpoint} was trained on other data: fingerprint {manifest['data_fingerprint']} "
@@ -86,33 +111,57 @@ def save(
     target = checkpoints / folder_name(progress.step)
     partial = checkpoints / f".{target.name}.partial"
     first = dist.get_rank() == 0
+    # Without gradients torch fills in optimizer states that no step has made yet.
+    optimizer.zero_grad(set_to_none=True)
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
+        for interrupted in checkpoints.glob(".step_*.partial"):
+            shutil.rmtree(interrupted)
         checkpoints.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dcp.save(_state(parallel, optimizer), checkpoint_id=partial)
     if first:
         manifest = {
             "progress": asdict(progress),
-            "model": asdict(config.model),
-            "precision": config.precision.recipe,
             "data_fingerprint": fingerprint,
+            **held(config),
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
+        _sync(checkpoints)  # before older ones go, so that there is always one to load
         for old in sorted(checkpoints.glob("step_*"))[: -config.checkpoint.keep]:
             shutil.rmtree(old)
     dist.barrier()
     return target
 
 
+def _sync(folder: Path) -> None:
+    """Have the folder's entries on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer and recipe state from a checkpoint; every rank calls it."""
+    """Fill model, optimizer and recipe state from a checkpoint; every rank calls it.
+
+    The optimizer's settings (decay, betas, eps) stay those of the configuration.
+    """
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     state = _state(parallel, optimizer)
     dcp.load(state, checkpoint_id=checkpoint)  # the delayed-scaling tensors are filled in place
     set_model_state_dict(parallel.model, state["model"])
     set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"])
+    for group, configured in zip(optimizer.param_groups, settings, strict=True):
+        group.update(configured)
 
 
 def _state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

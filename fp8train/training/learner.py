@@ -139,4 +139,5 @@ class Learner:
             counted = losses[rows < count].double()
             sums += torch.tensor([counted.sum(), counted.numel()], dtype=torch.float64)
         dist.all_reduce(sums)
+        self.parallel.release_weights()
         return float(sums[0] / sums[1])

@@ -45,7 +45,6 @@ class Reporter:
         self.began = time.monotonic()
         self.rates: list[float] = []  # tokens a second, of the steps of this process
         self.bytes_reduced: list[int] = []
-        self.last_loss = self.last_validation_loss = float("nan")
 
     @contextlib.contextmanager
     def open(self, resuming: bool) -> Iterator[None]:
@@ -71,7 +70,6 @@ class Reporter:
         rate = self.learner.tokens_a_step / seconds
         self.rates.append(rate)
         self.bytes_reduced.append(result.bytes_reduced)
-        self.last_loss = result.loss
         if result.skipped:
             self.line.say(f"step {progress.step}: skipped, its gradients are not finite")
         self.line.update(progress.step, result.loss, rate)
@@ -99,7 +97,6 @@ class Reporter:
     def validated(self, loss: float) -> None:
         """The held-out loss after the current step."""
         progress = self.learner.progress
-        self.last_validation_loss = loss
         self._record({"step": progress.step, "tokens": progress.tokens, "validation_loss": loss})
         self.line.say(f"step {progress.step}  validation loss {loss:.4f}")
 
@@ -108,13 +105,14 @@ class Reporter:
         if not self.ranks.is_first:
             return
         progress = self.learner.progress
+        losses, validation = self.folder.logged("loss"), self.folder.logged("validation_loss")
         summary = {
             "name": self.config.run.name,
             "status": "finished",
             "steps": progress.step,
-            "initial_validation_loss": self.folder.initial_validation_loss(),
-            "final_validation_loss": self.last_validation_loss,
-            "final_loss": self.last_loss,
+            "initial_validation_loss": validation.get(0),
+            "final_validation_loss": validation.get(progress.step),
+            "final_loss": losses[max(losses)] if losses else None,
             "tokens": progress.tokens,
             "skipped_steps": progress.skipped_steps,
             "median_tokens_per_second": statistics.median(self.rates) if self.rates else None,

@@ -90,13 +90,12 @@ class RunFolder:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def initial_validation_loss(self) -> float | None:
-        """The held-out loss at step 0, from metrics.jsonl; None if it is not there."""
-        for text in self.metrics.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            if line["step"] == 0 and "validation_loss" in line:
-                return float(line["validation_loss"])
-        return None
+    def logged(self, key: str) -> dict[int, float]:
+        """A quantity of metrics.jsonl by step."""
+        if not self.metrics.exists():
+            return {}
+        lines = map(json.loads, self.metrics.read_text(encoding="utf-8").splitlines())
+        return {line["step"]: float(line[key]) for line in lines if key in line}
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whose presence says that the run is complete."""

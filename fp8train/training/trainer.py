@@ -56,6 +56,7 @@ def train(config: Config) -> int:
     model, conversion = precise_model(config, device)
     runtime.start(ranks, device)
     try:
+        check_agreement(progress, folder)
         parallel = parallelize(model, conversion, config, device)
         learner = Learner(config, ranks, device, data, progress, parallel)
         reporter = Reporter(config, ranks, folder, learner, backend, data_id)
@@ -65,6 +66,21 @@ def train(config: Config) -> int:
     finally:
         runtime.stop()
     return 0
+
+
+def check_agreement(progress: Progress, folder: RunFolder) -> None:
+    """All ranks must go on from the same checkpoint.
+
+    Raises:
+        ConfigError: they see different ones, as on nodes that don't share the run's folder.
+    """
+    step = torch.tensor([progress.step, -progress.step])
+    dist.all_reduce(step, dist.ReduceOp.MAX)
+    if step[0] != -step[1]:
+        raise ConfigError(
+            f"the ranks find different checkpoints in run.dir={folder.path} (steps {-step[1]} to "
+            f"{step[0]}): put it where all nodes see it"
+        )
 
 
 def check_vocabulary(config: Config, data: PreparedData) -> None:

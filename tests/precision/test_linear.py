@@ -1,6 +1,7 @@
 """The three GEMMs against FP64 over independently quantised operands, with random gradients."""
 
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fp8train.precision.backends.select import choose_backend
 from fp8train.precision.convert import convert, kinds
 from fp8train.precision.formats import E4M3, E5M2, Format, cast
 from fp8train.precision.linear import QuantizedLinear
-from fp8train.precision.quantizers import Operand
+from fp8train.precision.quantizers import Operand, Quantizer
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -131,16 +132,58 @@ def test_evaluation_leaves_no_amax() -> None:
     assert (conversion.delayed.history[:, 0] > 0).all()
 
 
-def test_frozen_weight_and_first_layer() -> None:
-    """dgrad and wgrad are computed only where they are asked for."""
-    for recipe in RECIPES.values():
-        layer, _ = converted(nn.Linear(128, 128, bias=False), recipe)
-        layer(torch.randn(8, 128)).square().sum().backward()
-        assert layer.weight.grad.abs().sum() > 0
-        layer.weight.requires_grad_(False)
-        x = torch.randn(8, 128, requires_grad=True)
-        layer(x).square().sum().backward()
-        assert x.grad.abs().sum() > 0
+@dataclass
+class Spy:
+    """A quantiser that notes what it is asked for."""
+
+    inner: Quantizer
+    asked: list[tuple[str, bool]] = field(default_factory=list)
+
+    def __call__(self, x: Tensor, role: str, dtype: torch.dtype, **options: bool):
+        self.asked.append((role, options["columnwise"]))
+        return self.inner(x, role, dtype, **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_what_is_needed_is_computed(recipe: str) -> None:
+    layer, _ = converted(nn.Linear(128, 128, bias=False), RECIPES[recipe])
+    layer.quantizer = spy = Spy(layer.quantizer)
+    layer(torch.randn(8, 128)).square().sum().backward()  # a first layer: no dgrad
+    assert layer.weight.grad.abs().sum() > 0
+    assert spy.asked == [("input", True), ("weight", False), ("grad_output", True)]
+    spy.asked.clear()
+    layer.weight.requires_grad_(False)
+    x = torch.randn(8, 128, requires_grad=True)
+    layer(x).square().sum().backward()  # a frozen layer: no wgrad
+    assert x.grad.abs().sum() > 0
+    assert spy.asked == [("input", False), ("weight", True), ("grad_output", False)]
+    spy.asked.clear()
+    layer.weight.requires_grad_(True)
+    with torch.no_grad():
+        layer(x)
+    assert spy.asked == [("input", False), ("weight", False)]
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    layer, _ = converted(nn.Linear(16, 16, bias=False), RECIPES["fp8_current"])
+    x = torch.randn(4, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_a_converted_layer_keeps_its_mode() -> None:
+    linear = nn.Linear(16, 16, bias=False).eval()
+    layer, _ = converted(linear, RECIPES["fp8_current"])
+    assert not layer.training
+
+
+def test_a_lone_scale_is_applied() -> None:
+    a, b = Operand(torch.ones(2, 2), torch.tensor(0.5)), Operand(torch.eye(2))
+    for left, right in ((a, b), (b, a)):
+        assert torch.equal(
+            Emulated(torch.float32).gemm(left, right, torch.float32), torch.full((2, 2), 0.5)
+        )
 
 
 # --- which layers ------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_per_tensor(fmt: Format, dtype: torch.dtype, x: np.ndarray, scale: float
 @FORMATS
 @pytest.mark.parametrize("block", BLOCKS)
 @settings(deadline=None, max_examples=25)
-@given(x=matrices, power_of_two=st.booleans(), margin=st.sampled_from([0, 3, -6]))
+@given(x=matrices, power_of_two=st.booleans(), margin=st.sampled_from([0, 32, -6]))
 def test_blocks(
     fmt: Format, block: tuple[int, int], x: np.ndarray, power_of_two: bool, margin: int
 ) -> None:
@@ -78,9 +78,10 @@ def test_blocks(
         tensor = torch.from_numpy(x).to(dtype)
         options = {"margin": margin, "power_of_two": power_of_two}
         for dequantize in (False, True) if power_of_two else (False,):
-            args = (tensor, fmt, block, torch.float32)
-            ours = quantize.quantize_blocks(*args, **options, dequantize=dequantize)
-            same(ours, plain(quantize.quantize_blocks, *args, **options, dequantize=dequantize))
+            for payload in (torch.float32, torch.bfloat16):
+                args = (tensor, fmt, block, payload)
+                ours = quantize.quantize_blocks(*args, **options, dequantize=dequantize)
+                same(ours, plain(quantize.quantize_blocks, *args, **options, dequantize=dequantize))
 
 
 @FORMATS
@@ -105,6 +106,24 @@ def test_dequantized_payload_is_exact(dtype: torch.dtype) -> None:
         payload = quantize.quantize_blocks(x, E4M3, block, dtype)
         values = quantize.quantize_blocks(x, E4M3, block, dtype, dequantize=True)
         assert torch.equal(payload.dequantize(), values.payload.float())
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0)])
+def test_empty_matrices(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape)
+    for block in BLOCKS:
+        args = (x, E4M3, block, torch.float32)
+        same(quantize.quantize_blocks(*args), plain(quantize.quantize_blocks, *args))
+
+
+def test_tensors_without_memory_of_their_own_are_left_to_torch() -> None:
+    class Wrapped(torch.Tensor):
+        pass
+
+    assert cpu_kernels.usable(torch.ones(3))
+    assert cpu_kernels.usable(torch.nn.Parameter(torch.ones(3)))
+    assert not cpu_kernels.usable(torch.ones(3).as_subclass(Wrapped))
+    assert not cpu_kernels.usable(torch.ones(4, 4)[:, :2])
 
 
 def test_non_contiguous_tensors() -> None:

@@ -59,6 +59,12 @@ def test_margin() -> None:
     assert delayed_scale(torch.tensor(1.0), torch.tensor(5.0), 448.0, margin=2).item() == 112.0
 
 
+def test_a_margin_can_t_push_a_scale_to_zero() -> None:
+    for power_of_two in (False, True):
+        scale = scale_from_amax(torch.tensor(3e38), 448.0, margin=32, power_of_two=power_of_two)
+        assert scale.item() == torch.finfo(torch.float32).tiny
+
+
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_delayed_keeps_the_scale(value: float) -> None:
     assert delayed_scale(torch.tensor(value), torch.tensor(5.0), 448.0).item() == 5.0

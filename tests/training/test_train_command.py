@@ -130,10 +130,13 @@ def test_a_resume_is_exact(launcher: Launcher, delayed: Finished) -> None:
 def test_a_resume_on_another_layout(launcher: Launcher, delayed: Finished) -> None:
     copy = delayed.folder.with_name("elsewhere")
     shutil.copytree(delayed.folder, copy)
-    alone = launcher.train("elsewhere", "precision=fp8_delayed", "trainer.steps=8", "resume=auto")
+    shutil.rmtree(copy / "checkpoints/step_00000006")
+    alone = launcher.train("elsewhere", "precision=fp8_delayed", "resume=auto")
     assert alone.code == 0, alone.err
-    assert [line["step"] for line in alone.lines("loss")] == list(range(1, 9))
-    assert alone.lines("loss")[-1]["loss"] < alone.lines("loss")[3]["loss"]
+    for ours, theirs in zip(alone.lines("loss"), delayed.lines("loss"), strict=True):
+        # One process sends no gradient, so it lacks the error of E5M2; nothing else differs.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
 
 
 def test_a_finished_run_is_left_alone(launcher: Launcher, one: Finished) -> None:
@@ -152,8 +155,9 @@ def test_a_folder_with_a_run_is_refused(launcher: Launcher, one: Finished) -> No
 
 def test_a_checkpoint_of_another_model_is_refused(launcher: Launcher, one: Finished) -> None:
     for override, message in (
-        ("model.hidden_size=128", "hidden_size is 64 there and 128 here"),
-        ("precision=fp8_block", "precision is fp32 there and fp8_block here"),
+        ("model.hidden_size=128", "model.hidden_size is 64 there and 128 here"),
+        ("precision=fp8_block", "precision.recipe is fp32 there and fp8_block here"),
+        ("gradients.reduce=bf16", "gradients.reduce is fp32 there and bf16 here"),
         ("trainer.seed=7", "other data"),
     ):
         other = launcher.train("one", "precision=fp32", "resume=auto", override)
@@ -162,16 +166,26 @@ def test_a_checkpoint_of_another_model_is_refused(launcher: Launcher, one: Finis
         assert message in line
 
 
-def test_steps_that_are_not_finite_are_skipped(launcher: Launcher) -> None:
-    done = launcher.train(
-        "diverged",
-        *("precision=fp8_delayed", "optimizer.lr=1e38", "optimizer.weight_decay=0"),
-        *("trainer.clip_grad_norm=0", "checkpoint.at_end=false"),
-    )
+def test_a_run_of_skipped_steps_alone_can_be_resumed(launcher: Launcher) -> None:
+    """Its optimizer has no state yet when the checkpoint is written."""
+    overrides = ("precision=fp8_delayed", "model.init_std=1e30", "schedule.warmup_steps=1")
+    done = launcher.train("diverged", *overrides, "trainer.steps=2")
     assert done.code == 0, done.err
-    assert done.summary["skipped_steps"] >= 3
+    assert done.summary["skipped_steps"] == 2
     assert "skipped, its gradients are not finite" in done.out
-    assert not (done.folder / "checkpoints").exists()
+    more = launcher.train("diverged", *overrides, "trainer.steps=3", "resume=auto")
+    assert more.code == 0, more.err
+    assert more.summary["skipped_steps"] == 3
+
+
+def test_a_run_that_ended_before_its_summary_gets_it(launcher: Launcher, one: Finished) -> None:
+    copy = one.folder.with_name("unsummed")
+    shutil.copytree(one.folder, copy)
+    (copy / "summary.json").unlink()
+    again = launcher.train("unsummed", "precision=fp32", "resume=auto")
+    assert again.code == 0, again.err
+    for key in ("initial_validation_loss", "final_validation_loss", "final_loss", "steps"):
+        assert again.summary[key] == one.summary[key]
 
 
 def test_a_sweep_trains_one_run_a_job(launcher: Launcher) -> None:

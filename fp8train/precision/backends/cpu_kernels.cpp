@@ -3,6 +3,7 @@
 //
 // Numbers are held to fp8train/precision/formats.py and scaling.py bit for bit. That needs IEEE
 // arithmetic: no -ffast-math, no contraction of a multiply and an add.
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,8 +28,13 @@ inline float from_bits(uint32_t u) {
 inline float load(const float* p) { return *p; }
 inline float load(const bf16* p) { return from_bits(uint32_t(p->bits) << 16); }
 inline void store(float* p, float x) { *p = x; }
-// Only values that BF16 holds exactly are stored (a grid value, or one times a power of two).
-inline void store(bf16* p, float x) { p->bits = uint16_t(bits_of(x) >> 16); }
+// To nearest even. Grid values are exact; one times a scale may not be, below 2^-126.
+inline void store(bf16* p, float x) {
+  const uint32_t u = bits_of(x);
+  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const bool is_nan = (u & 0x7FFFFFFFu) > 0x7F800000u;
+  p->bits = uint16_t(is_nan ? (u >> 16) | 0x40u : rounded);
+}
 
 struct Grid {
   float max;
@@ -65,6 +71,7 @@ struct Scaling {
     if (amax == 0.0f || amax_bits == 0x7F800000u) return 1.0f;
     float scale = numerator / amax;
     if (std::isinf(scale)) scale = overflow;
+    if (scale < FLT_MIN) scale = FLT_MIN;  // a large margin
     return power_of_two ? from_bits(bits_of(scale) & 0x7F800000u) : scale;
   }
 };

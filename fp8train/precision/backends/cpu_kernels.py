@@ -12,13 +12,14 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8train.precision.formats import Format
 
@@ -34,8 +35,10 @@ log = logging.getLogger(__name__)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they can't be built (said once in the log)."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    compiler = shlex.split(
+        os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
+    )
+    if not compiler:
         log.warning("no C++ compiler: emulation runs on plain torch, several times slower")
         return None
     try:
@@ -45,15 +48,15 @@ def library() -> ctypes.CDLL | None:
         log.warning(
             "emulation runs on plain torch, several times slower: %s could not build its kernels "
             "(%s)",
-            compiler,
+            compiler[0],
             detail.strip().splitlines()[0] if detail.strip() else "no message",
         )
         return None
 
 
-def _build(compiler: str) -> Path:
+def _build(compiler: list[str]) -> Path:
     """Path of the shared library, compiled unless this machine's cache holds it."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     cpu = Path("/proc/cpuinfo")  # -march=native: another CPU's file could not run here
     flags = [
         line for line in (cpu.read_text().splitlines() if cpu.exists() else []) if "flags" in line
@@ -67,16 +70,21 @@ def _build(compiler: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / target.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True)
         os.replace(built, target)  # whole or not at all, whoever else builds it
     return target
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels take this tensor: on the CPU, BF16 or FP32, contiguous."""
+    """Whether the kernels take this tensor: BF16 or FP32, contiguous, in the CPU's memory (a
+    DTensor or FakeTensor says so too, and has none to point at)."""
     return (
-        x.device.type == "cpu" and x.dtype in NAMES and x.is_contiguous() and library() is not None
+        type(x) in (Tensor, nn.Parameter)
+        and x.device.type == "cpu"
+        and x.dtype in NAMES
+        and x.is_contiguous()
+        and library() is not None
     )
 
 

@@ -52,12 +52,13 @@ class Emulated:
         """a · b in dtype, with the scales of both applied to the FP32 sum."""
         left = a.values.t() if transpose_a else a.values
         right = b.values.t() if transpose_b else b.values
-        scale = None
+        scale = a.scale_inv if b.scale_inv is None else b.scale_inv
         if a.scale_inv is not None and b.scale_inv is not None:
             scale = a.scale_inv * b.scale_inv
-        if self.compute_dtype == torch.float32:
-            product = left @ right
-        elif left.device.type == "cpu":
+        on_cpu = left.device.type == "cpu"
+        if self.compute_dtype == torch.float32 or (on_cpu and dtype != torch.bfloat16):
+            product = left.float() @ right.float()  # torch's BF16 GEMM has no FP32 output there
+        elif on_cpu:
             # torch applies alpha to the FP32 accumulator, before its rounding to BF16.
             alpha = 1.0 if scale is None else scale.item()
             unused = left.new_zeros(1)
