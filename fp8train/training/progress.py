@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 
 from rich.console import Console
@@ -19,7 +18,7 @@ class ProgressLine:
         self.console = Console(highlight=False, quiet=not visible)
         self.steps = steps
         self.every = max(1, steps // LINES)
-        self.started, self.start = time.monotonic(), start
+        self.start, self.busy = start, 0.0  # seconds spent in steps, validation left out
         self.bar: Progress | None = None
         if visible and self.console.is_terminal:
             self.bar = Progress(
@@ -45,12 +44,13 @@ class ProgressLine:
         if self.bar:
             self.bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def update(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
+        """A step is done; it took so many seconds."""
+        self.busy += seconds
         if self.bar:
             self.bar.update(self.task, completed=step, loss=loss, rate=tokens_per_second)
         elif step % self.every == 0 or step in (self.start + 1, self.steps):
-            elapsed = time.monotonic() - self.started
-            left = elapsed / (step - self.start) * (self.steps - step)
+            left = self.busy / (step - self.start) * (self.steps - step)
             self.console.print(
                 f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {clock(left)} left"

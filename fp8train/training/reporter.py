@@ -72,7 +72,7 @@ class Reporter:
         self.bytes_reduced.append(result.bytes_reduced)
         if result.skipped:
             self.line.say(f"step {progress.step}: skipped, its gradients are not finite")
-        self.line.update(progress.step, result.loss, rate)
+        self.line.update(progress.step, result.loss, rate, seconds)
         if progress.step % self.config.logging.every:
             return
         self._record(
