@@ -52,7 +52,8 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
             return value is the exit code. With `-m` it is called once a job.
         config_name: file of `configs/`; its schema is registered as `<config_name>_schema`.
     Returns:
-        The exit code: the task's largest, 2 for a mistake of the user's.
+        The exit code: the task's largest; 2 for a mistake of the user's, 1 for a fault of ours,
+        130 after Ctrl-C.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of Hydra's own report
@@ -72,6 +73,9 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
 
     try:
         app()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
     except Exception as error:
         failures.append(error)
     if not failures:

@@ -70,11 +70,7 @@ def main() -> int:
         return train_and_show(config, overrides)
 
     sys.argv[1:] = others
-    try:
-        return run_app(task, "compare", CompareConfig)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return run_app(task, "compare", CompareConfig)
 
 
 def train_and_show(config: CompareConfig, overrides: list[str]) -> int:

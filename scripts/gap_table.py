@@ -63,11 +63,7 @@ def main() -> int:
         return make_table(config, overrides, arguments.json)
 
     sys.argv[1:] = overrides
-    try:
-        return run_app(task, "compare", CompareConfig)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return run_app(task, "compare", CompareConfig)
 
 
 def make_table(config: CompareConfig, overrides: list[str], path: Path | None) -> int:
