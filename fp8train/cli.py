@@ -44,16 +44,19 @@ ROOT = Path(__file__).resolve().parent.parent
 Task = Callable[[Config, list[str]], int]
 
 
-def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
+def run_app(
+    task: Task, config_name: str, schema: type[Config] = Config, fault_code: int = 1
+) -> int:
     """Compose `configs/<config_name>.yaml` with the command line and call the task.
 
     Args:
         task: called with the typed configuration and the list of command-line overrides; its
             return value is the exit code. With `-m` it is called once a job.
         config_name: file of `configs/`; its schema is registered as `<config_name>_schema`.
+        fault_code: exit code for a fault of ours, an exception that nobody foresaw.
     Returns:
-        The exit code: the task's largest; 2 for a mistake of the user's, 1 for a fault of ours,
-        130 after Ctrl-C.
+        The exit code: the task's largest; 2 for a mistake of the user's; fault_code; 130 after
+        Ctrl-C.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of Hydra's own report
@@ -74,7 +77,7 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
     try:
         app()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        print("interrupted: go on with resume=auto", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         failures.append(error)
@@ -87,7 +90,7 @@ def run_app(task: Task, config_name: str, schema: type[Config] = Config) -> int:
     if mistake:
         return report_error(failure, schema)
     record_for_torchrun(f"{type(failure).__name__}: {failure}")
-    return 1
+    return fault_code
 
 
 def build_config(composed: DictConfig, schema: type[Config]) -> Config:

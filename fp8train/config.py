@@ -279,6 +279,10 @@ AT_LEAST = {
     "model.num_layers": 1,
     "model.num_heads": 1,
     "model.num_kv_heads": 1,
+    "model.norm_eps": 0,
+    "model.init_std": 0,
+    "model.rope_theta": 1,
+    "model.rope_scaling.factor": 1,
     "precision.amax_history_length": 1,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
@@ -295,6 +299,10 @@ AT_LEAST = {
     "precision.margin": -16,
 }
 AT_MOST = {
+    "trainer.seed": 2**63 - 1,
+    "optimizer.lr": 1e6,  # infinity is no learning rate
+    "model.norm_eps": 1,
+    "model.init_std": 1e38,
     "precision.margin": 32,  # beyond, a scale could underflow
     "schedule.min_lr_ratio": 1,
 }
@@ -376,6 +384,14 @@ def _check_model_and_data(config: Config) -> None:
         )
     if not (config.data.name or config.data.path):
         raise ConfigError("data.path is not set: give data.path=FILE_OR_FOLDER or data.name=NAME")
+    if not config.run.name:
+        raise ConfigError("run.name is empty: give run.name=NAME")
+    ids = {"bytes": 257, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 0)
+    if model.vocab_size < ids:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is below the {ids} ids of data.tokenizer="
+            f"{config.data.tokenizer}: raise it, or use data.tokenizer=bytes (257 ids)"
+        )
     if not 0 < config.data.validation_fraction < 1:
         raise ConfigError(
             f"data.validation_fraction={config.data.validation_fraction}: must lie between 0 and 1"

@@ -70,7 +70,7 @@ def main() -> int:
         return train_and_show(config, overrides)
 
     sys.argv[1:] = others
-    return run_app(task, "compare", CompareConfig)
+    return run_app(task, "compare", CompareConfig, fault_code=2)
 
 
 def train_and_show(config: CompareConfig, overrides: list[str]) -> int:
@@ -103,7 +103,8 @@ def show(
 ) -> int:
     """Print and write the comparison of two finished runs; 0 when its gates pass, else 1."""
     result = compare(load_run(candidate), load_run(baseline), config.compare.max_gap)
-    name = f"compare-{result.candidate.name}-{result.baseline.name}"
+    names = (run.folder.resolve().name for run in (result.candidate, result.baseline))
+    name = "-".join(["compare", *names])
     folder = Path(config.compare.dir or os.path.join("outputs", name))
     write_report(result, folder, commands)
     console = Console()

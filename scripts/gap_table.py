@@ -63,7 +63,7 @@ def main() -> int:
         return make_table(config, overrides, arguments.json)
 
     sys.argv[1:] = overrides
-    return run_app(task, "compare", CompareConfig)
+    return run_app(task, "compare", CompareConfig, fault_code=2)
 
 
 def make_table(config: CompareConfig, overrides: list[str], path: Path | None) -> int:

@@ -53,7 +53,8 @@ def test_every_recipe_with_every_precision(recipe: str, precision: str) -> None:
 
 @pytest.mark.parametrize("group, name", GROUP_FILES)
 def test_every_group_file(group: str, name: str) -> None:
-    config = compose(f"{group}={name}")
+    larger = ["model=llama3_8b"] if name == "fineweb_edu" else []  # its BPE has 32,000 ids
+    config = compose(f"{group}={name}", *larger)
     assert getattr(config, group) is not None
     if (group, name) != ("data", "local"):  # it needs a path
         check(config, world_size=1)
@@ -103,6 +104,17 @@ def test_the_default_name_has_model_precision_and_seed() -> None:
         (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2"),
         (["data.validation_fraction=1"], "data.validation_fraction=1"),
         (["data=local"], "data.path is not set"),
+        (
+            ["data.tokenizer=bpe"],
+            "model.vocab_size=320 is below the 4096 ids of data.tokenizer=bpe",
+        ),
+        (["run.name="], "run.name is empty"),
+        (["optimizer.lr=inf"], "optimizer.lr=inf: must be at most"),
+        (["trainer.seed=18446744073709551616"], "trainer.seed=18446744073709551616"),
+        (["model.init_std=-1"], "model.init_std=-1"),
+        (["model.norm_eps=-1"], "model.norm_eps=-1"),
+        (["model.rope_scaling.factor=0"], "model.rope_scaling.factor=0"),
+        (["precision.margin=200"], "precision.margin=200: must be at most 32"),
         (["resume=yes"], "resume=yes: choose one of none, auto"),
     ],
 )

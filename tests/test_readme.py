@@ -65,6 +65,15 @@ def test_train_then_compare(tmp_path: Path) -> None:
     assert len(reports) == 2
 
 
+@pytest.mark.slow
+def test_the_table_s_own_text_row(tmp_path: Path) -> None:
+    assert "`data=local data.path=FILE_OR_FOLDER`" in README
+    (tmp_path / "own.txt").write_text("one word and another word " * 2000)
+    command = "python launch/train.py +recipe=llama_fp8 data=local data.path=own.txt"
+    done = run(command, tmp_path, *QUICK, "logging.wandb.mode=disabled")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_keys_of_the_table_exist() -> None:
     from fp8train.config import valid_keys
 

@@ -139,7 +139,11 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict
         raise ConfigError(f"{path} is missing: train the run again")
     training: dict[int, dict[str, Any]] = {}
     validation: dict[int, dict[str, Any]] = {}
-    for index, text in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise ConfigError(f"{path} is not text ({_first_line(error)}): train again") from error
+    for index, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)
             step = int(line["step"])

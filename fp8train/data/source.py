@@ -31,6 +31,10 @@ SUFFIXES = {
 MAX_TEXT_FILE = 2**31 - 1  # bytes; Arrow's limit for one string, and a text file is one document
 
 
+REPLACED = "\ufffd"  # what bytes that are no UTF-8 become
+BROKEN = 0.01  # share of them above which a file is taken for something else
+
+
 @dataclass(frozen=True)
 class Source:
     """A collection of documents that can be read any number of times, always in one order."""
@@ -164,7 +168,13 @@ def _read_files(label: str, kind: str, files: list[Path], field: str) -> Iterato
             streaming=True,  # the files lie here already; don't write them once more as Arrow
             **options,
         )
-        yield from _texts(label, dataset, field)
+        for text in _texts(label, dataset, field):
+            if kind == "text" and text.count(REPLACED) > BROKEN * len(text):
+                raise ConfigError(
+                    f"{label} holds a file that is not UTF-8 text ({text.count(REPLACED):,} of "
+                    f"{len(text):,} characters can't be read): convert it, or leave it out"
+                )
+            yield text
 
 
 # --- the hub ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -54,10 +55,11 @@ def newest(checkpoints: Path) -> Path | None:
 def _manifest(checkpoint: Path) -> dict[str, Any] | None:
     """The checkpoint's manifest; None if there is no whole one."""
     try:
-        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return manifest
+    wanted = {"progress", "data_fingerprint", "model", "precision", "gradients"}
+    return manifest if isinstance(manifest, dict) and wanted <= manifest.keys() else None
 
 
 def held(config: Config) -> dict[str, Any]:
@@ -151,13 +153,23 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
     """Fill model, optimizer and recipe state from a checkpoint; every rank calls it.
 
     The optimizer's settings (decay, betas, eps) stay those of the configuration.
+
+    Raises:
+        ConfigError: it can't be read.
     """
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     state = _state(parallel, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint)  # the delayed-scaling tensors are filled in place
+    try:
+        dcp.load(state, checkpoint_id=checkpoint)  # fills the delayed-scaling tensors in place
+    except (Exception, CheckpointException) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ConfigError(
+            f"{checkpoint} can't be loaded ({reason}): delete it, and resume=auto takes the one "
+            f"before"
+        ) from error
     set_model_state_dict(parallel.model, state["model"])
     set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"])
     for group, configured in zip(optimizer.param_groups, settings, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import statistics
 import time
@@ -99,6 +100,8 @@ class Reporter:
         progress = self.learner.progress
         self._record({"step": progress.step, "tokens": progress.tokens, "validation_loss": loss})
         self.line.say(f"step {progress.step}  validation loss {loss:.4f}")
+        if not math.isfinite(loss):
+            self.line.say("the run has diverged: lower optimizer.lr, or look at the data")
 
     def finish(self) -> None:
         """Write the summary, which says that the run is complete."""

@@ -26,7 +26,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        return (self.path / "config.yaml").exists()
+        """Whether it is a run's; a config.yaml alone may be anybody's."""
+        return all((self.path / name).is_file() for name in ("config.yaml", "environment.json"))
 
     @property
     def metrics(self) -> Path:
@@ -60,17 +61,36 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir={where} holds files of something else: choose another with run.name="
             )
+        parent = next(path for path in (where, *where.absolute().parents) if path.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise ConfigError(f"run.dir={where} can't be made in {parent}: choose another run.dir=")
 
     def open(self, resuming: bool) -> None:
-        """Make the folder and write config.yaml and environment.json. Rank 0 only."""
+        """Make the folder and write config.yaml and environment.json. Rank 0 only.
+
+        Raises:
+            ConfigError: it can't be made.
+        """
         if self.holds_run and self.config.run.overwrite:
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+            self._clear()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={self.path} can't be made ({error.strerror}): choose another run.dir="
+            ) from error
         (self.path / "summary.json").unlink(missing_ok=True)  # not finished any more
         if not resuming:
             self.metrics.unlink(missing_ok=True)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         write_whole(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(self.config)))
+
+    def _clear(self) -> None:
+        """Delete the run's own files; what somebody else put beside them stays."""
+        for name in ("checkpoints", "wandb"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json"):
+            (self.path / name).unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after a step, and a half-written last one: a resume writes them anew."""
@@ -81,7 +101,7 @@ class RunFolder:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except ValueError:
+            except (ValueError, KeyError, TypeError):
                 continue
         write_whole(self.metrics, "".join(kept))
 
@@ -103,8 +123,10 @@ class RunFolder:
 
     def finished_steps(self) -> int | None:
         """Steps of the finished run in the folder; None if there is none."""
-        file = self.path / "summary.json"
-        return int(json.loads(file.read_text())["steps"]) if file.exists() else None
+        try:
+            return int(json.loads((self.path / "summary.json").read_text())["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 def write_whole(path: Path, text: str) -> None:

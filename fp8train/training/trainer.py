@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def train(config: Config) -> int:
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO if ranks.is_first else logging.ERROR)
     check(config, ranks.world_size)
+    check_wandb_mode()
     device = runtime.choose_device(config.trainer.device, ranks)
     backend = choose_backend(config.precision, device)
     folder = RunFolder(config)
@@ -83,6 +85,18 @@ def check_agreement(progress: Progress, folder: RunFolder) -> None:
         )
 
 
+def check_wandb_mode() -> None:
+    """Refuse a WANDB_MODE that W&B would raise for, after the run's folder is written.
+
+    Raises:
+        ConfigError: naming the modes there are.
+    """
+    modes = ("online", "offline", "disabled", "shared", "dryrun", "run")
+    mode = os.environ.get("WANDB_MODE", "online")
+    if mode not in modes:
+        raise ConfigError(f"WANDB_MODE={mode} in the environment: choose one of {', '.join(modes)}")
+
+
 def check_vocabulary(config: Config, data: PreparedData) -> None:
     """Refuse a tokenizer with ids that the model has no embedding for.
 
@@ -92,7 +106,7 @@ def check_vocabulary(config: Config, data: PreparedData) -> None:
     if data.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is below the {data.vocab_size} ids of "
-            f"data.tokenizer={config.data.tokenizer}: raise it, or use another tokenizer"
+            f"data.tokenizer={config.data.tokenizer}: raise it, or use data.tokenizer=bytes"
         )
 
 

@@ -60,7 +60,11 @@ def choose_mode(mode: str) -> str:
         return mode
     if chosen := os.environ.get("WANDB_MODE"):
         return chosen
-    has_key = wandb.login(prompt=False, verify=False)  # looks for one, asks neither user nor server
+    try:  # looks for a key, asks neither user nor server
+        has_key = wandb.login(prompt=False, verify=False)
+    except (WandbError, ValueError) as error:
+        log.warning("wandb: offline, since the key can't be used (%s)", _first_line(error))
+        return "offline"
     return "online" if has_key else "offline"
 
 
@@ -72,6 +76,9 @@ def start(mode: str, arguments: dict[str, Any]) -> wandb.Run:
     except (WandbError, OSError) as error:
         if mode != "online":
             raise
-        reason = str(error).strip().splitlines()[0]
-        log.warning("wandb: offline, since the server can't be reached (%s)", reason)
+        log.warning("wandb: offline, since the server can't be reached (%s)", _first_line(error))
         return wandb.init(mode="offline", settings=settings, **arguments)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -61,10 +61,12 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_empty_files(
     assert read(config(path=folder)) == ["a/z.md", "b.txt", "c[1].txt"]
 
 
-def test_text_that_is_not_utf8_is_read_with_replacements(config: Make, tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("café".encode("latin-1"))
-    assert read(config(path=path)) == ["caf\ufffd"]
+def test_a_stray_byte_is_replaced_and_a_binary_file_refused(config: Make, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"cafe, " * 100 + "caf\xe9".encode("latin-1"))
+    (text,) = read(config(path=str(tmp_path / "latin.txt")))
+    assert text.endswith("caf\ufffd")
+    (tmp_path / "bin.txt").write_bytes(bytes(range(128, 256)) * 100)
+    assert "is not UTF-8 text" in refused(config(path=str(tmp_path / "bin.txt")))
 
 
 def test_jsonl_json_and_gzip(

@@ -166,6 +166,33 @@ def test_a_checkpoint_of_another_model_is_refused(launcher: Launcher, one: Finis
         assert message in line
 
 
+def test_a_damaged_checkpoint_is_named_in_one_line(launcher: Launcher, one: Finished) -> None:
+    copy = one.folder.with_name("damaged")
+    shutil.copytree(one.folder, copy)
+    (copy / "summary.json").unlink()
+    (shard,) = (copy / "checkpoints/step_00000006").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:100])
+    again = launcher.train("damaged", "precision=fp32", "resume=auto")
+    assert again.code == 2
+    (line,) = (line for line in again.err.splitlines() if line.startswith("error: "))
+    assert "step_00000006 can't be loaded" in line and "delete it" in line
+
+
+def test_a_bad_wandb_environment(launcher: Launcher) -> None:
+    launcher.environment["WANDB_MODE"] = "foo"
+    refused = launcher.train("wandb-mode", "precision=fp32", "logging.wandb.mode=auto")
+    del launcher.environment["WANDB_MODE"]
+    assert refused.code == 2 and "WANDB_MODE=foo" in refused.err
+    assert not refused.folder.exists()
+    launcher.environment["WANDB_API_KEY"] = "bad"
+    short = ("trainer.steps=1", "schedule.warmup_steps=0", "checkpoint.at_end=false")
+    done = launcher.train("wandb-key", "precision=fp32", "logging.wandb.mode=auto", *short)
+    del launcher.environment["WANDB_API_KEY"]
+    assert done.code == 0, done.err
+    assert "wandb: offline, since the key can't be used" in done.err
+    assert done.summary["steps"] == 1
+
+
 def test_a_run_of_skipped_steps_alone_can_be_resumed(launcher: Launcher) -> None:
     """Its optimizer has no state yet when the checkpoint is written."""
     overrides = ("precision=fp8_delayed", "model.init_std=1e30", "schedule.warmup_steps=1")
