@@ -42,6 +42,7 @@ def train(config: Config) -> int:
     backend = choose_backend(config.precision, device)
     folder = RunFolder(config)
     folder.check()
+    model, conversion = precise_model(config, device)
     data = prepare(config.data, config.trainer.sequence_length)
     check_vocabulary(config, data)
     data_id = fingerprint(data, config.trainer)
@@ -55,7 +56,6 @@ def train(config: Config) -> int:
             return 0
     for line in notices():
         log.info(line)
-    model, conversion = precise_model(config, device)
     runtime.start(ranks, device)
     try:
         check_agreement(progress, folder)
