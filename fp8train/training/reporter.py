@@ -156,6 +156,8 @@ class Reporter:
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
         }
+        if self.wandb:
+            facts["W&B"] = self.wandb.place
         if self.learner.progress.step:
             facts["resumed"] = f"from step {self.learner.progress.step}"
         return facts

@@ -39,11 +39,17 @@ class WandbLog:
             "id": run_id,
             "resume": "allow" if run_id else None,
         }
+        os.environ.setdefault("WANDB_SILENT", "true")  # its lines would break ours
         mode = choose_mode(config.logging.wandb.mode)
         self.run = start(mode, arguments)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        self.id = str(self.run.id)
+        self.id, self.folder = str(self.run.id), folder
+
+    @property
+    def place(self) -> str:
+        """Where the run can be seen: its page, or the folder to sync."""
+        return str(self.run.url or f"offline; wandb sync {self.folder}/wandb/offline-run-*")
 
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of metrics; it carries its own `step`."""

@@ -89,6 +89,7 @@ def test_bytes_on_the_wire(delayed: Finished) -> None:
 def test_the_banner_and_progress(delayed: Finished) -> None:
     assert "emulated (right numerics, no speed-up)" in delayed.out
     assert "fingerprint" in delayed.out
+    assert "offline; wandb sync outputs/delayed/wandb/offline-run-*" in delayed.out
     assert "E4M3/E4M3/E5M2" in delayed.out
     assert delayed.out.count("validation loss") == 3  # rank 0 alone
     assert "tokens/s" in delayed.out and "left" in delayed.out
