@@ -1,8 +1,9 @@
 """The emulated backend: the recipe's numbers on any device, without FP8 hardware.
 
 A GEMM's products are exact, sums are FP32, scales are applied in FP32, and the result is rounded
-once to the output type. FP8 values are exact in BF16, so one BF16 GEMM does it where the CPU has
-fast ones (AVX-512 BF16, AMX); elsewhere the same values go through an FP32 GEMM.
+once to the output type (a BF16 GEMM on a CPU may round before the scale too: one ulp). FP8 values
+are exact in BF16, so one BF16 GEMM does it where the CPU has fast ones (AVX-512 BF16, AMX);
+elsewhere the same values go through an FP32 GEMM.
 """
 
 from __future__ import annotations
