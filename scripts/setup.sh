@@ -116,6 +116,6 @@ PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 # third of the files, hence --no-compile: pip would compile them all, one after the other.
 env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "
 import datasets, hydra, matplotlib.figure, rich, tokenizers, wandb
-import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.fsdp"
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp"
 echo "$digest $extra" >"$venv/.fp8train-setup"
 echo "setup: done in $SECONDS s"
