@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8train.precision.formats import E5M2, Format, cast
+from fp8train.precision.formats import E5M2, Format, cast, decode, e8m0_decode, e8m0_encode
 from fp8train.precision.scaling import scale_from_amax
-
-E8M0_NAN = 255
 
 
 class Codec(Protocol):
@@ -37,7 +35,11 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """The values themselves, rounded to dtype (FP32 or BF16)."""
+    """The values themselves, rounded to dtype (FP32, BF16 or FP16).
+
+    FP16's range is narrow: from 65520 on a value becomes Inf, so that the step is skipped and the
+    loss scale backs off, and below 2^-25 it becomes 0, which a loss scale is there to prevent.
+    """
 
     name: str
     dtype: torch.dtype
@@ -63,30 +65,19 @@ class BlockScaled:
         amax = blocks.abs().amax(dim=-1, keepdim=True)  # NaN and Inf both come through
         scale = scale_from_amax(amax, self.fmt.max, power_of_two=True)
         payload = cast(blocks * scale, self.fmt).view(torch.uint8).view(rows, -1)
-        exponents = torch.where(amax.isfinite(), 254 - exponent_bits(scale), E8M0_NAN)
-        return torch.cat((payload, exponents.view(rows, -1).to(torch.uint8)), dim=1)
+        scale_inv = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+        return torch.cat((payload, e8m0_encode(scale_inv).view(rows, -1)), dim=1)
 
     def decode(self, message: Tensor, size: int) -> Tensor:
         count = -(-size // self.block)
-        payload, exponents = message.split((count * self.block, count))
-        values = payload.view(self.fmt.dtype).float().view(count, self.block)
-        return (values * from_e8m0(exponents)[:, None]).view(-1)[:size]
-
-
-def exponent_bits(scale: Tensor) -> Tensor:
-    """Biased exponent of a positive normal FP32 tensor, int32."""
-    return scale.view(torch.int32) >> 23
-
-
-def from_e8m0(exponents: Tensor) -> Tensor:
-    """2^(byte − 127) in FP32; byte 255 is NaN, byte 0 the subnormal 2^-127."""
-    bits = exponents.to(torch.int32)
-    value = torch.where(bits == 0, 0x00400000, bits << 23).view(torch.float32)
-    return torch.where(bits == E8M0_NAN, torch.nan, value)
+        payload, scale_inv = message.split((count * self.block, count))
+        values = decode(payload, self.fmt).view(count, self.block)
+        return (values * e8m0_decode(scale_inv)[:, None]).view(-1)[:size]
 
 
 CODECS: dict[str, Codec] = {
     "fp32": Plain("fp32", torch.float32),
     "bf16": Plain("bf16", torch.bfloat16),
+    "fp16": Plain("fp16", torch.float16),
     "e5m2": BlockScaled(),
 }

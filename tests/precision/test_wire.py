@@ -8,18 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8train.precision.formats import E5M2, cast
-from fp8train.precision.wire import CODECS, from_e8m0
+from fp8train.precision.wire import CODECS
 
 
 def roundtrip(name: str, x: torch.Tensor) -> torch.Tensor:
     codec = CODECS[name]
     return torch.stack([codec.decode(message, x.shape[1]) for message in codec.encode(x)])
-
-
-def test_e8m0_bytes() -> None:
-    values = from_e8m0(torch.tensor([0, 1, 127, 128, 254, 255]))
-    assert values[:5].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0, 2.0**127]
-    assert values[5].isnan()
 
 
 @given(st.integers(1, 3), st.integers(1, 400), st.integers(-120, 120))
@@ -37,6 +31,7 @@ def test_message_bytes() -> None:
     x = torch.randn(4, 1000)
     assert CODECS["e5m2"].encode(x).shape == (4, 1024 + 8)
     assert CODECS["bf16"].encode(x).shape == (4, 2000)
+    assert CODECS["fp16"].encode(x).shape == (4, 2000)
     assert CODECS["fp32"].encode(x).shape == (4, 4000)
 
 
@@ -63,6 +58,15 @@ def test_a_block_that_is_not_finite_arrives_as_nan(bad: float) -> None:
     got = roundtrip("e5m2", x)[0]
     assert got[128:256].isnan().all()
     assert torch.equal(got[:128], x[0, :128]) and torch.equal(got[256:], x[0, 256:])
+
+
+def test_fp16_never_clips() -> None:
+    x = torch.tensor([[65504.0, 65519.0, 65520.0, -1e9, 2.0**-24, 2.0**-26, math.nan]])
+    got = roundtrip("fp16", x)[0]
+    assert got[:6].tolist() == [65504.0, 65504.0, math.inf, -math.inf, 2.0**-24, 0.0]
+    assert got[6].isnan()
+    x = torch.randn(3, 77)
+    assert torch.equal(roundtrip("fp16", x), x.half().float())
 
 
 def test_zeros_stay_zeros() -> None:
