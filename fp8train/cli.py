@@ -37,6 +37,7 @@ from fp8train.config import (
     from_container,
     nearest,
     unknown_key,
+    valid_keys,
     value_error,
 )
 
@@ -164,6 +165,8 @@ def one_line(error: BaseException, schema: type[Config] = Config) -> str:
         key = match[1]
         if key == "recipe" or "No match in the defaults list" in text:
             return f"{key}: to choose one, write +{key}=NAME"
+        if key in valid_keys(schema) and error.__cause__:  # the key is right, an entry's is not
+            return f"{key}: {str(error.__cause__).splitlines()[0]}"
         return unknown_key(key, schema)
     cause = error.__cause__
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):

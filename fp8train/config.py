@@ -30,6 +30,18 @@ class RunConfig:
 
 
 @dataclass
+class LossScaleConfig:
+    """Powers of two change nothing but the range of the gradients."""
+
+    mode: str = "auto"  # auto (dynamic with fp16 gradients, else none) | none | static | dynamic
+    value: float = 65536.0  # the static scale, or the first of a dynamic one
+    growth_factor: float = 2.0  # dynamic: after growth_interval good steps in a row
+    backoff_factor: float = 0.5  # dynamic: after a step whose gradients are not finite
+    growth_interval: int = 2000  # steps
+    minimum: float = 1.0  # dynamic: no back-off goes below
+
+
+@dataclass
 class TrainerConfig:
     steps: int = 100
     global_batch_size: int = 16  # samples an optimizer step, over all ranks
@@ -40,6 +52,7 @@ class TrainerConfig:
     validate_every: int = 50  # steps; 0: at the start and the end only
     validation_samples: int = 64
     clip_grad_norm: float = 1.0  # 0: off
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
 
 @dataclass
@@ -70,22 +83,79 @@ class ModelConfig:
 
 
 @dataclass
+class FpropFormatsConfig:
+    input: str | None = None
+    weight: str | None = None
+
+
+@dataclass
+class DgradFormatsConfig:
+    grad_output: str | None = None
+    weight: str | None = None
+
+
+@dataclass
+class WgradFormatsConfig:
+    grad_output: str | None = None
+    input: str | None = None
+
+
+@dataclass
+class FormatsConfig:
+    """A format for each role, and one for each operand of each GEMM, which goes before it; null:
+    that of `precision.format`."""
+
+    input: str | None = None
+    weight: str | None = None
+    grad_output: str | None = None
+    fprop: FpropFormatsConfig = field(default_factory=FpropFormatsConfig)
+    dgrad: DgradFormatsConfig = field(default_factory=DgradFormatsConfig)
+    wgrad: WgradFormatsConfig = field(default_factory=WgradFormatsConfig)
+
+
+@dataclass
+class TelemetryConfig:
+    every: int = 50  # steps between samples, the first step included; 0: off
+
+
+@dataclass
+class LayerRecipeConfig:
+    pattern: str = MISSING  # on module names
+    recipe: str = MISSING
+
+
+@dataclass
 class PrecisionConfig:
     recipe: str = MISSING  # set by the chosen file of configs/precision; read-only
     backend: str = "auto"  # auto | emulated | torch | transformer_engine
-    format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 output gradients; e4m3: E4M3 throughout
+    # How values and scales are formed; null: the recipe's own choice (docs/precision.md).
+    format: str | None = None  # hybrid: E4M3 forward, E5M2 output gradients; e4m3: E4M3 throughout
+    formats: FormatsConfig = field(default_factory=FormatsConfig)
     margin: int = 0  # scale = max·2^-margin / amax
-    power_of_two_scales: bool = False
+    power_of_two_scales: bool | None = None
+    stochastic_rounding: list[str] | None = None  # roles: input, weight, grad_output
     amax_history_length: int = 1024  # delayed scaling
     amax_compute: str = "max"  # delayed scaling: max | most_recent
+    hadamard: bool = True  # nvfp4: random Hadamard transform of wgrad's operands
+    # Which layers.
     include: list[str] = field(default_factory=lambda: ["layers.*"])  # patterns on module names
     exclude: list[str] = field(default_factory=list)
+    bf16_first_blocks: int = 0  # so many blocks stay in BF16
+    bf16_last_blocks: int = 0
+    layers: list[LayerRecipeConfig] = field(default_factory=list)  # another recipe for some
+    # Outliers of SwiGLU, in the linear after it (*.down_proj).
+    bf16_inputs: list[str] = field(default_factory=list)  # patterns of layers: input stays in BF16
+    smooth_swiglu: bool = False  # channels are levelled before they are quantised
+    # How it is computed.
+    cache_weights: bool = False  # quantise weights once a step, not once a micro batch
     emulation: str = "fast"  # fast: BF16 GEMM where the CPU has one; exact: one rounding always
+    accumulate: str = "fp32"  # emulated: fp32, or hopper for the sums of an H100's tensor cores
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
 @dataclass
 class GradientsConfig:
-    reduce: str = "auto"  # auto (e5m2 under an FP8 precision, else fp32) | e5m2 | bf16 | fp32
+    reduce: str = "auto"  # auto (e5m2 under FP8, else fp32) | e5m2 | bf16 | fp32 | fp16
 
 
 @dataclass
@@ -96,6 +166,7 @@ class ParallelConfig:
     replicate: int = 1
     shard: int = -1  # -1: the rest of the ranks
     pipeline_schedule: str = "1f1b"
+    activation_checkpoint: str = "none"  # none | selective | full: what backward recomputes
 
 
 @dataclass
@@ -249,18 +320,29 @@ def from_container(container: dict[str, Any], schema: type[Config] = Config) -> 
 
 # --- rules ------------------------------------------------------------------------------------
 
-FP8_RECIPES = ("fp8_delayed", "fp8_current", "fp8_block")
+# Recipes whose three GEMMs take operands of eight bits or fewer; mxfp4 quantises weights alone.
+FP8_RECIPES = (
+    *("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_rowwise_bf16_wgrad", "fp8_block"),
+    *("mxfp8", "nvfp4"),
+)
+RECIPES = (*FP8_RECIPES, "mxfp4")
+FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1", "bf16")
+ROLES = ("input", "weight", "grad_output")
+LARGEST_LOSS_SCALE = 2.0**126  # its reciprocal is the smallest normal of FP32
 CHOICES = {
-    "precision.recipe": ("bf16", "fp32", *FP8_RECIPES),
+    "precision.recipe": ("bf16", "fp32", *RECIPES),
     "precision.backend": ("auto", "emulated", "torch", "transformer_engine"),
-    "precision.format": ("hybrid", "e4m3"),
+    "precision.format": (None, "hybrid", "e4m3"),
     "precision.amax_compute": ("max", "most_recent"),
     "precision.emulation": ("fast", "exact"),
-    "gradients.reduce": ("auto", "e5m2", "bf16", "fp32"),
+    "precision.accumulate": ("fp32", "hopper"),
+    "gradients.reduce": ("auto", "e5m2", "bf16", "fp32", "fp16"),
     "parallel.pipeline_schedule": ("1f1b", "interleaved", "zero_bubble"),
+    "parallel.activation_checkpoint": ("none", "selective", "full"),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "constant"),
     "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.loss_scale.mode": ("auto", "none", "static", "dynamic"),
     "logging.wandb.mode": ("auto", "online", "offline", "disabled"),
     "resume": ("none", "auto"),
 }
@@ -272,6 +354,10 @@ AT_LEAST = {
     "trainer.validate_every": 0,
     "trainer.validation_samples": 1,
     "trainer.clip_grad_norm": 0,
+    "trainer.loss_scale.value": 1,
+    "trainer.loss_scale.growth_factor": 1,
+    "trainer.loss_scale.growth_interval": 1,
+    "trainer.loss_scale.minimum": 1,
     "trainer.seed": 0,
     "model.vocab_size": 2,
     "model.hidden_size": 1,
@@ -297,9 +383,14 @@ AT_LEAST = {
     "logging.every": 1,
     "data.bpe_vocab_size": 257,
     "precision.margin": -16,
+    "precision.bf16_first_blocks": 0,
+    "precision.bf16_last_blocks": 0,
+    "precision.telemetry.every": 0,
 }
 AT_MOST = {
     "trainer.seed": 2**63 - 1,
+    "trainer.loss_scale.value": LARGEST_LOSS_SCALE,
+    "trainer.loss_scale.growth_factor": LARGEST_LOSS_SCALE,
     "optimizer.lr": 1e6,  # infinity is no learning rate
     "model.norm_eps": 1,
     "model.init_std": 1e38,
@@ -328,7 +419,8 @@ def check(config: Config, world_size: int) -> None:
     for key, choices in CHOICES.items():
         value = get(config, key)
         if value not in choices:
-            raise ConfigError(f"{key}={value}: choose one of {', '.join(choices)}")
+            named = ", ".join("null" if choice is None else choice for choice in choices)
+            raise ConfigError(f"{key}={value}: choose one of {named}")
     for key, least in AT_LEAST.items():
         value = get(config, key)
         if not value >= least:
@@ -342,22 +434,75 @@ def check(config: Config, world_size: int) -> None:
     _check_layout(config, world_size)
     _check_batch(config, data_parallel_size(config, world_size))
     _check_optimizer(config)
+    _check_loss_scale(config)
 
 
 def _check_precision(config: Config) -> None:
     precision, trainer = config.precision, config.trainer
     rows = trainer.micro_batch_size * trainer.sequence_length
-    if precision.backend == "transformer_engine" and rows % 16:
+    multiple = 32 if precision.recipe == "mxfp8" else 16
+    if precision.backend == "transformer_engine" and rows % multiple:
         raise ConfigError(
-            f"precision.backend=transformer_engine needs a multiple of 16 tokens a micro batch: "
+            f"precision.backend=transformer_engine needs a multiple of {multiple} tokens a micro "
+            f"batch: "
             f"trainer.micro_batch_size={trainer.micro_batch_size} times trainer.sequence_length="
             f"{trainer.sequence_length} is {rows}"
         )
-    if precision.recipe == "fp8_block" and not precision.power_of_two_scales:
+    for key, name in _formats_set(precision):
+        if name not in FORMATS:
+            raise ConfigError(f"{key}={name}: choose one of {', '.join(FORMATS)}")
+    for role in precision.stochastic_rounding or []:
+        if role not in ROLES:
+            raise ConfigError(
+                f"precision.stochastic_rounding={precision.stochastic_rounding}: {role} is no "
+                f"role; there are {', '.join(ROLES)}"
+            )
+    for layers in precision.layers:
+        if layers.recipe not in ("bf16", *RECIPES):
+            raise ConfigError(
+                f"precision.layers: {layers.recipe} for {layers.pattern} is no recipe; choose one "
+                f"of bf16, {', '.join(RECIPES)}"
+            )
+    used = {precision.recipe, *(layers.recipe for layers in precision.layers)}
+    _check_recipe_options(precision, used)
+
+
+def _check_recipe_options(precision: PrecisionConfig, used: set[str]) -> None:
+    """Options that a recipe in use can't have."""
+    on_blackwell = sorted(used & {"mxfp8", "nvfp4", "mxfp4"})
+    if precision.accumulate == "hopper" and on_blackwell:
         raise ConfigError(
-            "precision.power_of_two_scales=false: FP32 block scales do not run yet; use "
-            "precision.power_of_two_scales=true, or precision=fp8_current"
+            f"precision.accumulate=hopper: Hopper has no {on_blackwell[0]}; use "
+            f"precision.accumulate=fp32, or a recipe that it has, as precision=fp8_block"
         )
+    if precision.power_of_two_scales is False and on_blackwell:
+        raise ConfigError(
+            f"precision.power_of_two_scales=false: the scales of {on_blackwell[0]} are part of "
+            f"its format; set it to null"
+        )
+    four_bit = sorted(used & {"nvfp4", "mxfp4"})
+    if precision.format is not None and four_bit:
+        raise ConfigError(
+            f"precision.format={precision.format}: {four_bit[0]} is E2M1; set it to null"
+        )
+    for key, name in _formats_set(precision):
+        if four_bit and name not in ("e2m1", "bf16"):
+            raise ConfigError(f"{key}={name}: {four_bit[0]} has e2m1 and bf16 only")
+
+
+def _formats_set(precision: PrecisionConfig) -> list[tuple[str, str]]:
+    """The keys of `precision.formats` that are set, with their values."""
+    found = []
+    for item in fields(precision.formats):
+        value = getattr(precision.formats, item.name)
+        if is_dataclass(value):
+            inner = [(f"{item.name}.{sub.name}", getattr(value, sub.name)) for sub in fields(value)]
+        else:
+            inner = [(item.name, value)]
+        found += [
+            (f"precision.formats.{name}", value) for name, value in inner if value is not None
+        ]
+    return found
 
 
 def _check_model_and_data(config: Config) -> None:
@@ -400,6 +545,17 @@ def _check_model_and_data(config: Config) -> None:
 
 def _check_layout(config: Config, world_size: int) -> None:
     parallel = config.parallel
+    if (
+        parallel.activation_checkpoint != "none"
+        and config.precision.backend == "transformer_engine"
+        and config.precision.recipe in FP8_RECIPES
+    ):
+        # Recomputation has to enter TE's autocast again, which is not torch's checkpoint's to do.
+        raise ConfigError(
+            f"parallel.activation_checkpoint={parallel.activation_checkpoint} does not run with "
+            f"precision.backend=transformer_engine: set it to none, or use "
+            f"precision.backend=emulated"
+        )
     for name in NOT_YET:
         size = getattr(parallel, name)
         if size != 1:
@@ -440,8 +596,32 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError(f"optimizer.betas={betas}: give two numbers in [0, 1)")
 
 
+def _check_loss_scale(config: Config) -> None:
+    settings = config.trainer.loss_scale
+    if not 0 < settings.backoff_factor < 1:
+        raise ConfigError(
+            f"trainer.loss_scale.backoff_factor={settings.backoff_factor}: must lie between 0 and 1"
+        )
+    if settings.minimum > settings.value:
+        raise ConfigError(
+            f"trainer.loss_scale.minimum={settings.minimum} is above trainer.loss_scale.value="
+            f"{settings.value}: lower the first or raise the second"
+        )
+
+
 def gradient_reduction(config: Config) -> str:
     """What `gradients.reduce=auto` stands for: e5m2 under an FP8 precision, fp32 otherwise."""
     if config.gradients.reduce != "auto":
         return config.gradients.reduce
     return "e5m2" if config.precision.recipe in FP8_RECIPES else "fp32"
+
+
+def loss_scaling(config: Config) -> str:
+    """What `trainer.loss_scale.mode=auto` stands for: dynamic with FP16 gradients, none otherwise.
+
+    FP16 alone needs it: BF16 and FP32 have FP32's range, and E5M2 has a scale a block.
+    """
+    mode = config.trainer.loss_scale.mode
+    if mode != "auto":
+        return mode
+    return "dynamic" if gradient_reduction(config) == "fp16" else "none"

@@ -33,6 +33,7 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()
         hardware["gpus"] = torch.cuda.device_count()
+        hardware["compute_capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
         versions["cuda"] = str(torch.version.cuda)
     return {"versions": versions, "hardware": hardware, "git": git_state()}
 

@@ -22,7 +22,7 @@ from fp8train.analysis.pair import key_of, plan, train, training_overrides, with
 from fp8train.analysis.report import print_table, write_report
 from fp8train.analysis.runs import load_run
 from fp8train.cli import report_error, run_app
-from fp8train.config import CHOICES, CompareConfig, Config, ConfigError
+from fp8train.config import RECIPES, CompareConfig, Config, ConfigError
 
 TRAIN = ROOT / "launch" / "train.py"
 # Hydra's options whose value is an argument of its own: `--cfg job` names no run folder.
@@ -75,7 +75,7 @@ def main() -> int:
 
 def train_and_show(config: CompareConfig, overrides: list[str]) -> int:
     """Train candidate and baseline, one after the other, and compare them."""
-    baseline, recipes = config.baseline, CHOICES["precision.recipe"]
+    baseline, recipes = config.baseline, ("bf16", "fp32", *RECIPES)
     if baseline not in recipes:
         raise ConfigError(f"baseline={baseline}: choose one of {', '.join(recipes)}")
     if baseline == config.precision.recipe:

@@ -1,6 +1,6 @@
 """Train a recipe in BF16, in every FP8 precision and with a broken scale; print the gaps.
 
-    python scripts/gap_table.py [--json FILE] [key=value ...]
+    python scripts/gap_table.py [--json FILE] [--recipes NAME,...] [key=value ...]
 
 The broken scale takes an amax 64 times too small: a check that the gate can fail. Without a
 `+recipe=` it is `+recipe=llama_fp8`. Each run takes `compare.processes=2` processes; with
@@ -54,27 +54,43 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here as JSON")
+    parser.add_argument(
+        "--recipes",
+        type=lambda names: tuple(names.split(",")),
+        default=FP8_RECIPES,
+        metavar="NAME,...",
+        help=f"only these; default {','.join(FP8_RECIPES)}",
+    )
     arguments, overrides = parser.parse_known_args()
     if not any(key_of(item) == "recipe" for item in overrides):
         overrides = ["+recipe=llama_fp8", *overrides]
 
     def task(config: Config, overrides: list[str]) -> int:
         assert isinstance(config, CompareConfig)
-        return make_table(config, overrides, arguments.json)
+        return make_table(config, overrides, arguments.recipes, arguments.json)
 
     sys.argv[1:] = overrides
     return run_app(task, "compare", CompareConfig, fault_code=2)
 
 
-def make_table(config: CompareConfig, overrides: list[str], path: Path | None) -> int:
+def make_table(
+    config: CompareConfig, overrides: list[str], recipes: tuple[str, ...], path: Path | None
+) -> int:
     """Train every variant, print the table, and return the exit code."""
+    for recipe in recipes:
+        if recipe not in FP8_RECIPES:
+            raise ConfigError(
+                f"--recipes: {recipe or 'a name is empty'}: choose from {', '.join(FP8_RECIPES)}"
+            )
+    if len(set(recipes)) < len(recipes):
+        raise ConfigError(f"--recipes {','.join(recipes)}: name each one once")
     for item in overrides:
         if key_of(item).split(".")[0] in ("precision", "baseline") or key_of(item) == "compare.dir":
             raise ConfigError(f"{item} has no effect on the table of all precisions: leave it out")
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"--json {path}: the folder {path.parent} does not exist: make it first")
     mine = training_overrides(overrides)
-    variants = [(recipe, recipe, with_precision(mine, recipe)) for recipe in ("bf16", *FP8_RECIPES)]
+    variants = [(recipe, recipe, with_precision(mine, recipe)) for recipe in ("bf16", *recipes)]
     broken = with_precision(mine, "fp8_current", "precision.margin=-6")
     variants.append((BROKEN, BROKEN, broken))
     runs = plan(variants, config.compare.processes)

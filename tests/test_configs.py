@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from fp8train.config import (
     CHOICES,
+    FP8_RECIPES,
     CompareConfig,
     Config,
     ConfigError,
@@ -47,7 +48,7 @@ def test_every_recipe_with_every_precision(recipe: str, precision: str) -> None:
     config = compose(f"+recipe={recipe}", f"precision={precision}")
     check(config, world_size=8 if recipe == "llama3_8b_fp8" else 1)
     assert config.precision.recipe == precision
-    expected = "e5m2" if precision.startswith("fp8") else "fp32"
+    expected = "e5m2" if precision in FP8_RECIPES else "fp32"
     assert gradient_reduction(config) == expected, "a recipe must leave gradients.reduce alone"
 
 
@@ -98,8 +99,18 @@ def test_the_default_name_has_model_precision_and_seed() -> None:
         (["parallel.replicate=2"], "parallel.replicate=2"),
         (["parallel.pipeline_schedule=zigzag"], "choose one of 1f1b, interleaved, zero_bubble"),
         (["gradients.reduce=fp4"], "gradients.reduce=fp4: choose one of auto, e5m2, bf16, fp32"),
-        (["precision.format=e3m4"], "precision.format=e3m4: choose one of hybrid, e4m3"),
-        (["precision=fp8_block", "precision.power_of_two_scales=false"], "FP32 block scales"),
+        (["precision.format=e3m4"], "precision.format=e3m4: choose one of null, hybrid, e4m3"),
+        (["precision.formats.wgrad.input=e6m2"], "precision.formats.wgrad.input=e6m2: choose one"),
+        (["precision=nvfp4", "precision.formats.input=e4m3"], "nvfp4 has e2m1 and bf16 only"),
+        (["precision=nvfp4", "precision.format=e4m3"], "precision.format=e4m3: nvfp4 is E2M1"),
+        (["precision=mxfp8", "precision.power_of_two_scales=false"], "the scales of mxfp8 are"),
+        (["precision=mxfp8", "precision.accumulate=hopper"], "Hopper has no mxfp8"),
+        (["precision.stochastic_rounding=[grad]"], "there are input, weight, grad_output"),
+        (
+            ["precision.layers=[{pattern: '*.down_proj', recipe: fp8_blok}]"],
+            "fp8_blok for *.down_proj is no recipe; choose one of bf16, fp8_delayed",
+        ),
+        (["precision.bf16_first_blocks=-1"], "precision.bf16_first_blocks=-1: must be at least 0"),
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: give two numbers"),
         (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2"),
         (["data.validation_fraction=1"], "data.validation_fraction=1"),

@@ -1,13 +1,15 @@
-"""From a plain model to one that trains over all ranks, in order: precision, sharding, values.
+"""From a plain model to one that trains over all ranks, in the order of these steps.
 
 Before processes meet:
 1. `precise_model` makes the model on the meta device, swaps the chosen linears, and on a GPU
    the norms for apex's.
 After that:
-2. `fully_shard` shards each block and the rest over the data-parallel ranks: FP32 shards are the
+2. `checkpoint_blocks` has each block's backward recompute what `parallel.activation_checkpoint`
+   says, inside of the sharding, so that recomputation finds the weights gathered;
+3. `fully_shard` shards each block and the rest over the data-parallel ranks: FP32 shards are the
    master weights, compute is BF16, gradients are accumulated in FP32;
-3. our reduce-scatter takes the place of FSDP2's;
-4. every parameter gets its initial values, a function of seed and name alone.
+4. our reduce-scatter takes the place of FSDP2's;
+5. every parameter gets its initial values, a function of seed and name alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8train.config import Config, ModelConfig, gradient_reduction
 from fp8train.models.llama import AttentionCore, Llama, initial_std
+from fp8train.parallel.activation_checkpoint import checkpoint_blocks
 from fp8train.parallel.reduction import AllToAllReduceScatter
 from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
@@ -57,18 +60,29 @@ class ParallelModel:
         self.model.reshard()
 
 
-def precise_model(config: Config, device: torch.device) -> tuple[Llama, Conversion]:
+def precise_model(
+    config: Config, device: torch.device, backend: str = "emulated"
+) -> tuple[Llama, Conversion]:
     """The configured model on the meta device, its linears under the configured precision.
 
     Args:
         device: where it will run.
+        backend: as `choose_backend` gives it.
     Raises:
         ConfigError: a layer pattern that matches nothing.
     """
     with torch.device("meta"):
         model = llama(config.model)
         fuse_norms(model, device)
-    return model, convert(model, config.precision, device, AttentionCore)
+    conversion = convert(
+        model,
+        config.precision,
+        device,
+        AttentionCore,
+        backend=backend,
+        seed=config.trainer.seed,
+    )
+    return model, conversion
 
 
 def parallelize(
@@ -82,6 +96,7 @@ def parallelize(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay FP32
     )
+    checkpoint_blocks(model.layers, config.parallel.activation_checkpoint)
     reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -31,13 +31,17 @@ def model_flops(model: ModelConfig, sequence_length: int) -> float:
     return 3 * (model.num_layers * block + head)
 
 
-def fp8_fraction(model: ModelConfig, sequence_length: int, fp8_layers: list[str]) -> float:
+def fp8_fraction(
+    model: ModelConfig, sequence_length: int, quantized_share: dict[str, float]
+) -> float:
     """Share of the blocks' GEMM FLOPs that run in FP8, attention core included in the whole.
 
     Args:
-        fp8_layers: full names of the FP8 linears, as `layers.0.mlp.up_proj`.
+        quantized_share: of each FP8 linear's three GEMMs, by full name, `layers.0.mlp.up_proj`.
     """
     sizes = linear_sizes(model)
     block = 2 * sum(sizes.values()) + attention_core_flops(model, sequence_length)
-    in_fp8 = sum(2 * sizes.get(name.split(".", 2)[-1], 0) for name in fp8_layers)
+    in_fp8 = sum(
+        2 * share * sizes.get(name.split(".", 2)[-1], 0) for name, share in quantized_share.items()
+    )
     return in_fp8 / (model.num_layers * block)

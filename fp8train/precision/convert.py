@@ -1,51 +1,65 @@
-"""Put a model under a precision: choose its layers by pattern and swap them.
+"""Put a model under a precision: swap its linears for ones that compute by their recipe.
 
-Embedding, norms, attention core and LM head stay in BF16; the linears of the blocks go to FP8.
+Embedding, norms, attention core and LM head stay in BF16; the linears of the blocks are quantised.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fp8train.config import ConfigError, PrecisionConfig
+from fp8train.config import PrecisionConfig
 from fp8train.precision.backends.emulated import Emulated, WideAttentionCore, has_fast_bf16
-from fp8train.precision.backends.transformer_engine import (
-    DelayedHistories,
-    Engine,
-    Region,
-    take_over,
-)
-from fp8train.precision.delayed import DelayedState
-from fp8train.precision.linear import QuantizedLinear
-from fp8train.precision.quantizers import Block, Current, Delayed, HighPrecision, Quantizer
-from fp8train.precision.recipes import (
-    ROLES,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Recipe,
-    recipe_of,
-)
+from fp8train.precision.backends.protocol import History, Job, replace
+from fp8train.precision.backends.select import load_backend
+from fp8train.precision.linear import Numerics, QuantizedLinear, WeightCache
+from fp8train.precision.plan import LayerPlan, kinds, plan
+from fp8train.precision.quantizers import HighPrecision, Position
+from fp8train.precision.recipes import ROLES
 
 
 @dataclass
 class Conversion:
-    """What was done to a model.
+    """What was done to a model, and the state that its layers share.
 
     Attributes:
-        layers: full names of the linears that run in FP8.
-        table: rows (layer kind, count, recipe, formats) for the log.
+        layers: the quantised linears by full name.
+        table: rows (layer kind, count, recipe, formats, backend) for the log.
         delayed: the model's amax histories, under delayed scaling.
+        numerics: of the layers that compute here; empty under Transformer Engine.
     """
 
-    layers: list[str] = field(default_factory=list)
-    table: list[tuple[str, int, str, str]] = field(default_factory=list)
-    delayed: DelayedState | DelayedHistories | None = None
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
+    table: list[tuple[str, int, str, str, str]] = field(default_factory=list)
+    delayed: History | None = None
+    numerics: dict[str, Numerics] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
+    cache: WeightCache = field(default_factory=WeightCache)
+
+    def begin_micro_batch(self, step: int, micro_batch: int, row_offset: int) -> None:
+        """Tell stochastic rounding where training is; see `Position`."""
+        position = self.position
+        position.step, position.micro_batch, position.row_offset = step, micro_batch, row_offset
+
+    def end_step(self, group: dist.ProcessGroup | None = None, *, skipped: bool = False) -> None:
+        """After the last backward of an optimizer step, and the step itself.
+
+        Args:
+            group: the ranks that hold a piece of the same tensors, for delayed scaling.
+            skipped: masters stayed as they were, so amaxes are forgotten.
+        """
+        self.cache.version += (
+            1  # of a skipped step too: the next one takes the weights' amaxes anew
+        )
+        if self.delayed is not None:
+            if skipped:
+                self.delayed.discard()
+            else:
+                self.delayed.roll(group)
 
 
 def convert(
@@ -53,6 +67,9 @@ def convert(
     precision: PrecisionConfig,
     device: torch.device,
     attention_core: type[nn.Module] | None = None,
+    *,
+    backend: str = "emulated",
+    seed: int = 0,
 ) -> Conversion:
     """Swap the chosen linears of the model for quantised ones, in place.
 
@@ -63,117 +80,52 @@ def convert(
         model: any module tree with `nn.Linear`s; may be on the meta device.
         device: where the model will run.
         attention_core: the model's class of q, k, v → output, causal; None if it has none.
+        backend: as `choose_backend` gives it.
+        seed: of stochastic rounding.
     Raises:
         ConfigError: a pattern that matches no layer.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    recipe = recipe_of(precision)
-    conversion = Conversion(select(list(linears), precision) if recipe else [])
-    gemms = Emulated.on(device, precision.emulation)
-    if recipe is not None and precision.backend == "transformer_engine":
-        _to_transformer_engine(model, linears, conversion, recipe)
-    elif recipe is not None:
-        _to_emulated(model, linears, conversion, recipe, gemms, device)
+    conversion = Conversion(plan(list(linears), precision))
+    conversion.cache.enabled = precision.cache_weights
+    if conversion.layers:
+        job = Job(model, conversion.layers, device, seed, conversion.position, conversion.cache)
+        installed = load_backend(backend, precision, device).install(job)
+        conversion.numerics, conversion.delayed = installed.numerics, installed.delayed
     if precision.recipe != "fp32" and not has_fast_bf16(device):
-        for name in linears.keys() - set(conversion.layers):
-            layer = QuantizedLinear.take_over(linears[name], HighPrecision(), gemms)
-            replace(model, name, layer)
-        for name, module in list(model.named_modules()):
-            if attention_core is not None and isinstance(module, attention_core):
-                replace(model, name, WideAttentionCore())
-    conversion.table = table(list(linears), conversion.layers, precision)
+        _to_wide_bf16(model, linears, conversion, attention_core, device)
+    conversion.table = table(list(linears), conversion.layers, precision, backend)
     return conversion
 
 
-def _to_emulated(
+def _to_wide_bf16(
     model: nn.Module,
     linears: dict[str, nn.Linear],
     conversion: Conversion,
-    recipe: Recipe,
-    gemms: Emulated,
+    attention_core: type[nn.Module] | None,
     device: torch.device,
 ) -> None:
-    delayed = None
-    if isinstance(recipe, DelayedScaling):
-        delayed = conversion.delayed = DelayedState(conversion.layers, recipe, device)
-    for index, name in enumerate(conversion.layers):
-        match recipe:
-            case CurrentScaling():
-                quantizer: Quantizer = Current(recipe)
-            case DelayedScaling():
-                assert delayed is not None
-                quantizer = Delayed(delayed, index * len(ROLES))
-            case BlockScaling():
-                quantizer = Block(recipe)
-        replace(model, name, QuantizedLinear.take_over(linears[name], quantizer, gemms))
-
-
-def _to_transformer_engine(
-    model: nn.Module, linears: dict[str, nn.Linear], conversion: Conversion, recipe: Recipe
-) -> None:
-    region = Region(recipe, Engine.load())
-    layers = {name: take_over(name, linears[name], region) for name in conversion.layers}
-    for name, layer in layers.items():
-        replace(model, name, layer)
-    region.span(model)
-    if isinstance(recipe, DelayedScaling):
-        conversion.delayed = DelayedHistories(layers, region)
-
-
-def select(names: list[str], precision: PrecisionConfig) -> list[str]:
-    """The names that match a pattern of `include` and none of `exclude`, in order.
-
-    Patterns are shell patterns on the module's full name: `layers.*`, `*.down_proj`.
-
-    Raises:
-        ConfigError: a pattern that matches nothing, or nothing left.
-    """
-    for key, patterns in (("include", precision.include), ("exclude", precision.exclude)):
-        for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
-                raise ConfigError(
-                    f"precision.{key}: the pattern {pattern} matches no linear layer; there are "
-                    f"{', '.join(kinds(names))}"
-                )
-    chosen = [name for name in names if _matches(name, precision.include)]
-    chosen = [name for name in chosen if not _matches(name, precision.exclude)]
-    if not chosen:
-        raise ConfigError(
-            f"precision.include={precision.include} without precision.exclude={precision.exclude} "
-            f"leaves no layer for {precision.recipe}: widen the first, or use precision=bf16"
-        )
-    return chosen
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def kinds(names: list[str]) -> list[str]:
-    """Names with numbers as `*`, each once: layers.*.mlp.up_proj."""
-    return list(
-        dict.fromkeys(".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
-    )
+    """BF16's numbers through FP32 GEMMs, for what is not quantised."""
+    numerics = Numerics(dict.fromkeys(ROLES, HighPrecision()), Emulated.on(device, "fast"))
+    for name in linears.keys() - conversion.layers.keys():
+        replace(model, name, QuantizedLinear.take_over(linears[name], numerics))
+    for name, module in list(model.named_modules()):
+        if attention_core is not None and isinstance(module, attention_core):
+            replace(model, name, WideAttentionCore())
 
 
 def table(
-    names: list[str], chosen: list[str], precision: PrecisionConfig
-) -> list[tuple[str, int, str, str]]:
-    """Rows (layer kind, count, recipe, formats of input/weight/grad_output)."""
-    recipe = recipe_of(precision)
+    names: list[str], layers: dict[str, LayerPlan], precision: PrecisionConfig, backend: str
+) -> list[tuple[str, int, str, str, str]]:
+    """Rows (layer kind, count, recipe, formats of input/weight/grad_output, backend)."""
     high = "fp32" if precision.recipe == "fp32" else "bf16"
-    rows: Counter[tuple[str, str, str]] = Counter()
+    rows: Counter[tuple[str, str, str, str]] = Counter()
     for name in names:
-        in_fp8 = recipe is not None and name in chosen
-        rows[
-            kinds([name])[0],
-            precision.recipe if in_fp8 else high,
-            str(recipe.formats) if recipe is not None and in_fp8 else high.upper(),
-        ] += 1
+        layer = layers.get(name)
+        if layer is None:
+            about = (high, high.upper(), "torch")
+        else:
+            smooth = ", smooth" if layer.smooth else ""
+            about = (layer.name + smooth, str(layer.recipe.formats), backend)
+        rows[kinds([name])[0], *about] += 1
     return [(kind, count, *rest) for (kind, *rest), count in rows.items()]  # type: ignore[misc]
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one called `name`."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

@@ -8,6 +8,8 @@ gradient accumulation nor recomputation changes a scale. Source of the update: T
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,22 +19,38 @@ from fp8train.precision.scaling import delayed_scale
 
 
 class DelayedState:
-    """Histories [R, L] and scales [R] in FP32; one row for each role of each layer.
+    """Histories [R, L] and scales [R] in FP32: a row for each role of each layer, and a second
+    one, NAME.columnwise, where the role's two copies have different formats.
 
     Args:
-        layers: full names of the quantised layers.
-        recipe: history length, margin, formats.
+        layers: recipes of the quantised layers by full name; they differ in formats only.
         device: where amaxes and scales live.
     """
 
-    def __init__(self, layers: list[str], recipe: DelayedScaling, device: torch.device) -> None:
-        self.names = [f"{layer}.{role}" for layer in layers for role in ROLES]
-        self.recipe = recipe
-        self.max = torch.tensor(
-            [recipe.formats.of(role).max for _ in layers for role in ROLES], device=device
-        )
-        self.history = torch.zeros(len(self.names), recipe.history_length, device=device)
+    def __init__(self, layers: dict[str, DelayedScaling], device: torch.device) -> None:
+        largest: dict[str, float] = {}
+        self.places: dict[tuple[str, str], tuple[int, int]] = {}
+        for (layer, recipe), role in product(layers.items(), ROLES):
+            rows = []
+            name = f"{layer}.{role}"
+            for copy, fmt in enumerate(recipe.formats.of(role)):
+                if copy == 1 and not recipe.shares_copies(role):
+                    name += ".columnwise"
+                if fmt is None:
+                    rows.append(-1)
+                    continue
+                largest.setdefault(name, fmt.max)
+                rows.append(list(largest).index(name))
+            self.places[layer, role] = rows[0], rows[1]
+        self.names = list(largest)
+        self.recipe = next(iter(layers.values()))
+        self.max = torch.tensor(list(largest.values()), device=device)
+        self.history = torch.zeros(len(self.names), self.recipe.history_length, device=device)
         self.scale = torch.ones(len(self.names), device=device)
+
+    def rows(self, layer: str, role: str) -> tuple[int, int]:
+        """Rows of a role's row-wise and column-wise copies; −1 for one that is not quantised."""
+        return self.places[layer, role]
 
     def stage(self, row: int, amax: Tensor) -> None:
         """Enter the amax of one micro batch. NaN does not enter, by `scaling.amax`."""

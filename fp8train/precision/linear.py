@@ -6,14 +6,64 @@ GEMMs over quantised operands of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8train.precision.backends.emulated import Emulated
-from fp8train.precision.quantizers import Operand, Quantizer
+from fp8train.precision.quantizers import Operand, Position, Quantizer
+from fp8train.precision.scaling import amax, floor_to_power_of_two
+from fp8train.precision.tensor import QuantizedTensor
+
+
+class Gemms(Protocol):
+    """The three GEMMs of a linear layer on some backend."""
+
+    def gemm(self, kind: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """fprop a · bᵀ, dgrad a · b, wgrad aᵀ · b, in dtype."""
+        ...
+
+
+Observer = Callable[[str, Tensor, Operand], None]  # role, what came in, what became of it
+
+
+@dataclass
+class Numerics:
+    """What a layer computes with.
+
+    Attributes:
+        quantizers: one for each role.
+        gemms: of the backend.
+        position: of the micro batch in training, shared by the model's layers.
+        observer: is shown each role's row-wise copy in training; None outside telemetry's steps.
+    """
+
+    quantizers: dict[str, Quantizer]
+    gemms: Gemms
+    position: Position = field(default_factory=Position)
+    observer: Observer | None = None
+
+    def quantize(
+        self,
+        role: str,
+        x: Tensor,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        training: bool,
+        position: Position,
+    ) -> tuple[Operand | None, Operand | None]:
+        """Operands of x, after `Quantizer`."""
+        operands = self.quantizers[role](
+            x, rowwise=rowwise, columnwise=columnwise, training=training, position=position
+        )
+        if self.observer is not None and training and operands[0] is not None:
+            self.observer(role, x, operands[0])
+        return operands
 
 
 class QuantizedMatmul(torch.autograd.Function):
@@ -24,21 +74,31 @@ class QuantizedMatmul(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        quantizer: Quantizer,
-        gemms: Emulated,
+        numerics: Numerics,
+        weight_operands: WeightOperands | None,
         training: bool,
         differentiable: bool,
     ) -> Tensor:
         needs_dx, needs_dw = (needs and differentiable for needs in ctx.needs_input_grad[:2])
-        dtype = gemms.compute_dtype
+        position = replace(numerics.position)  # as it is now: another forward may come before
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        x_row, x_col = quantizer(rows, "input", dtype, training=training, columnwise=needs_dw)
-        w_row, w_col = quantizer(weight, "weight", dtype, training=training, columnwise=needs_dx)
-        saved = [x_col if needs_dw else None, w_col if needs_dx else None]
-        ctx.save_for_backward(*(tensor for op in saved for tensor in _tensors(op)))
-        ctx.quantizer, ctx.gemms, ctx.training = quantizer, gemms, training
+        x_row, x_col = numerics.quantize(
+            "input", rows, rowwise=True, columnwise=needs_dw, training=training, position=position
+        )
+        w_row, w_col = weight_operands or numerics.quantize(
+            "weight",
+            weight,
+            rowwise=True,
+            columnwise=needs_dx,
+            training=training,
+            position=position,
+        )
+        saved, ctx.rebuild = _flatten([x_col if needs_dw else None, w_col if needs_dx else None])
+        ctx.save_for_backward(*saved)
+        ctx.numerics, ctx.training, ctx.position = numerics, training, position
         ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), x.shape
-        y = gemms.gemm(x_row, w_row, x.dtype, transpose_b=True)
+        assert x_row is not None and w_row is not None
+        y = numerics.gemms.gemm("fprop", x_row, w_row, x.dtype)
         # Not a view to autograd, as in nn.Linear: FSDP2 warns of modules that return one.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
@@ -46,46 +106,163 @@ class QuantizedMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        x_values, x_scale, w_values, w_scale = ctx.saved_tensors
-        g_row, g_col = ctx.quantizer(
-            grad_output.reshape(-1, grad_output.shape[-1]).contiguous(),
+        x, w = ctx.rebuild(ctx.saved_tensors)
+        gemm = ctx.numerics.gemms.gemm
+        g_row, g_col = ctx.numerics.quantize(
             "grad_output",
-            ctx.gemms.compute_dtype,
-            training=ctx.training,
+            grad_output.reshape(-1, grad_output.shape[-1]).contiguous(),
+            rowwise=needs_dx,
             columnwise=needs_dw,
+            training=ctx.training,
+            position=ctx.position,
         )
-        dx = dw = None
-        if needs_dx:
-            dx = ctx.gemms.gemm(g_row, Operand(w_values, w_scale), ctx.dtypes[0]).view(ctx.shape)
-        if needs_dw:
-            dw = ctx.gemms.gemm(g_col, Operand(x_values, x_scale), ctx.dtypes[1], transpose_a=True)
+        dx = gemm("dgrad", g_row, w, ctx.dtypes[0]).view(ctx.shape) if needs_dx else None
+        dw = gemm("wgrad", g_col, x, ctx.dtypes[1]) if needs_dw else None
         return dx, dw, None, None, None, None
 
 
-def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
-    return (operand.values, operand.scale_inv) if operand else (None, None)
+def _flatten(
+    operands: list[Operand | None],
+) -> tuple[list[Tensor | None], Callable[[tuple[Tensor | None, ...]], list[Operand | None]]]:
+    """The operands' tensors, for autograd to save, and a function that puts them back."""
+    tensors: list[Tensor | None] = []
+    shells: list[Operand | None] = []
+    for operand in operands:
+        if isinstance(operand, QuantizedTensor):
+            tensors += [operand.payload, operand.scale_inv, operand.tensor_scale_inv]
+            nothing = operand.scale_inv.new_empty(0)  # the shell must not keep them alive
+            shells.append(replace(operand, payload=nothing, scale_inv=nothing))
+        else:
+            tensors += [operand, None, None]
+            shells.append(None)
+
+    def rebuild(saved: tuple[Tensor | None, ...]) -> list[Operand | None]:
+        rebuilt: list[Operand | None] = []
+        for index, shell in enumerate(shells):
+            payload, scale_inv, tensor_scale_inv = saved[3 * index : 3 * index + 3]
+            if isinstance(shell, QuantizedTensor):
+                assert payload is not None and scale_inv is not None
+                rebuilt.append(
+                    replace(
+                        shell,
+                        payload=payload,
+                        scale_inv=scale_inv,
+                        tensor_scale_inv=tensor_scale_inv,
+                    )
+                )
+            else:
+                rebuilt.append(payload)
+        return rebuilt
+
+    return tensors, rebuild
+
+
+WeightOperands = tuple[Operand | None, Operand | None]
+
+
+@dataclass
+class WeightCache:
+    """Whether layers keep their quantised weight from the first micro batch of a step on.
+
+    Attributes:
+        enabled: off, a weight is quantised in every forward.
+        version: counts optimizer steps; a weight is kept for one.
+    """
+
+    enabled: bool = False
+    version: int = 0
 
 
 class QuantizedLinear(nn.Linear):
     """A linear layer that takes the place of an `nn.Linear` and shares its parameters."""
 
-    quantizer: Quantizer
-    gemms: Emulated
+    numerics: Numerics
+    cache: WeightCache
+    smooth: Smoothing | None
+    cached: tuple[int, WeightOperands] | None = None
 
     @classmethod
-    def take_over(cls, linear: nn.Linear, quantizer: Quantizer, gemms: Emulated) -> QuantizedLinear:
-        """A quantised layer over the same parameters."""
+    def take_over(
+        cls,
+        linear: nn.Linear,
+        numerics: Numerics,
+        *,
+        cache: WeightCache | None = None,
+        smooth: Smoothing | None = None,
+    ) -> QuantizedLinear:
+        """A quantised layer over the same parameters.
+
+        Args:
+            cache: shared by the model's layers; None keeps nothing.
+            smooth: how the input's channels are levelled; None leaves them.
+        """
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
-        layer.quantizer, layer.gemms = quantizer, gemms
+        layer.numerics, layer.cache, layer.smooth = numerics, cache or WeightCache(), smooth
         layer.train(linear.training)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → [..., N] in x's dtype."""
+        weight = self.weight
+        if self.smooth is not None:
+            x, weight = self.smooth(x, weight)
         # Inside a Function's forward gradients are always off, so it is asked here.
         differentiable = torch.is_grad_enabled()
         y = QuantizedMatmul.apply(
-            x, self.weight, self.quantizer, self.gemms, self.training, differentiable
+            x,
+            weight,
+            self.numerics,
+            self._weight_operands(weight, x.requires_grad and differentiable),
+            self.training,
+            differentiable,
         )
         return y if self.bias is None else y + self.bias
+
+    @torch.no_grad()
+    def _weight_operands(self, weight: Tensor, columnwise: bool) -> WeightOperands | None:
+        """The weight's operands from the cache; None where there is nothing to keep."""
+        if not self.cache.enabled or self.smooth is not None:  # levelled weights follow the input
+            return None
+        if self.cached is not None and self.cached[0] == self.cache.version:
+            operands = self.cached[1]
+            if operands[1] is not None or not columnwise:
+                return operands
+        if not self.training:  # an evaluation leaves no trace: its amax would be missing later
+            return None
+        operands = self.numerics.quantize(
+            "weight",
+            weight,
+            rowwise=True,
+            columnwise=columnwise,
+            training=True,
+            position=replace(self.numerics.position),
+        )
+        self.cached = (self.cache.version, operands)
+        return operands
+
+
+@dataclass
+class Smoothing:
+    """Smooth-SwiGLU: level the channels of a linear's input before it is quantised.
+
+    Each channel is divided by a power of two, near its largest magnitude, and the weight's column
+    multiplied by it: the product stays the same, exactly, and a channel with outliers no longer
+    sets the scale of all. Source: Fishman et al. 2024, "Scaling FP8 training to trillion-token
+    LLMs", section 4.4, there with the magnitude itself.
+
+    Attributes:
+        group: the ranks that hold other rows of the same input.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(x / s, weight · s) for x [..., K], weight [N, K] and s [K]; s counts as constant."""
+        with torch.no_grad():
+            channels = amax(x.reshape(-1, x.shape[-1]), dim=0)
+            if self.group is not None:
+                dist.all_reduce(channels, dist.ReduceOp.MAX, group=self.group)
+            usable = (channels > 0) & channels.isfinite()
+            s = torch.where(usable, floor_to_power_of_two(channels), 1.0).clamp(2.0**-60, 2.0**60)
+        return x / s.to(x.dtype), weight * s.to(weight.dtype)

@@ -1,88 +1,238 @@
-"""Quantise a matrix: one scale for all of it, or one a block.
+"""Quantise a matrix: amaxes, scales, and the cast, with one scale for all of it or one a block.
 
-Each function has a plain torch form, which defines the result on any device, and takes the CPU
-kernels where they apply. Both give the same bits.
+The plain torch form defines the result on any device; the CPU kernels, where they apply, give the
+same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8train.precision import scaling
 from fp8train.precision.backends import cpu_kernels
 from fp8train.precision.formats import Format, round_to_grid
-from fp8train.precision.tensor import QuantizedTensor, spread
+from fp8train.precision.philox import draws
+from fp8train.precision.scaling import FLT_MAX, ScaleRule, Scales
+from fp8train.precision.tensor import Granularity, QuantizedTensor, spread
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """max |x| as an FP32 scalar tensor on x's device; NaN does not enter, Inf does."""
-    if cpu_kernels.usable(x):
-        return torch.tensor(cpu_kernels.amax(x))
-    return scaling.amax(x)
+@dataclass(frozen=True)
+class Payload:
+    """The form in which a backend's GEMM takes quantised values.
 
-
-def quantize_tensor(x: Tensor, scale: Tensor, fmt: Format, dtype: torch.dtype) -> QuantizedTensor:
-    """Cast x · scale to the format, one scale for the whole tensor.
-
-    Args:
-        x: BF16 or FP32, any shape.
-        scale: FP32 scalar tensor.
-        dtype: of the payload, BF16 or FP32; both hold the format's values exactly.
+    Attributes:
+        dtype: BF16 or FP32; None for the format's own eight bits.
+        fold: "never" keeps values and scales apart; "always" multiplies values by scales that
+            are powers of two, so that one plain GEMM does the rest; "exact" does so only where no
+            product of two such values can leave FP32's normal range.
     """
-    if cpu_kernels.usable(x):
-        payload = cpu_kernels.quantize(x, scale.item(), fmt, dtype)
-    else:
-        payload = round_to_grid(x.float() * scale, fmt).to(dtype)
-    return QuantizedTensor(payload, scale.reciprocal(), fmt)
+
+    dtype: torch.dtype | None
+    fold: Literal["never", "always", "exact"] = "never"
+
+    def dtype_of(self, fmt: Format) -> torch.dtype:
+        dtype = self.dtype or fmt.dtype
+        assert dtype is not None, f"{fmt.name} has no torch dtype: ask for BF16 or FP32"
+        return dtype
 
 
-def quantize_blocks(
+@dataclass(frozen=True)
+class Draw:
+    """The random bits of one stochastic rounding: a function of these numbers alone, so that
+    recomputation, another rank count or another machine draws the same.
+
+    Attributes:
+        key: of the seed, the layer, the role and the copy (`philox.key_of`).
+        tick: counts micro batches.
+        row_offset, column_offset: where this matrix lies in the global one.
+    """
+
+    key: int
+    tick: int
+    row_offset: int = 0
+    column_offset: int = 0
+
+    def noise(self, x: Tensor) -> Tensor:
+        """Uniform 24-bit integers of the shape [rows, columns] of x."""
+        rows, columns = x.shape
+        return draws(
+            self.key,
+            self.tick,
+            rows,
+            columns,
+            row_offset=self.row_offset,
+            column_offset=self.column_offset,
+            device=x.device,
+        )
+
+    def numbers(self) -> cpu_kernels.Draw:
+        """The same for the CPU kernels."""
+        return cpu_kernels.Draw(self.key, self.tick, self.row_offset, self.column_offset)
+
+
+def quantize(
     x: Tensor,
     fmt: Format,
-    block: tuple[int, int],
-    dtype: torch.dtype,
+    granularity: Granularity,
+    rule: ScaleRule,
+    payload: Payload,
     *,
-    margin: int = 0,
-    power_of_two: bool = True,
-    dequantize: bool = False,
+    group: dist.ProcessGroup | None = None,
+    draw: Draw | None = None,
 ) -> QuantizedTensor:
-    """Quantise x with one scale a block, from the block's own amax (DeepSeek-V3).
+    """Quantise x with scales from its own amaxes.
 
     Args:
         x: BF16 or FP32 [rows, columns]; sizes need not be multiples of the block, the last one
             is then smaller, as if padded with zeros.
-        block: (rows, columns) that share a scale: (1, 128), (128, 1) or (128, 128).
-        dtype: of the payload, BF16 or FP32.
-        dequantize: the payload comes multiplied by scale_inv, ready for a plain GEMM. With
-            power-of-two scales that is exact in FP32 and, for values of at least 2^-126, in BF16.
+        granularity: the shape that shares a scale.
+        group: the ranks whose x share these scales, as parts of one matrix.
+        draw: for stochastic rounding; None rounds to nearest even.
     """
-    overflow = torch.finfo(x.dtype).max
-    if cpu_kernels.usable(x):
-        payload, scale_inv = cpu_kernels.quantize_blocks(
-            x,
-            fmt,
-            block,
-            dtype,
-            numerator=fmt.max * 2.0**-margin,
-            overflow=overflow,
-            power_of_two=power_of_two,
-            dequantize=dequantize,
-        )
-        return QuantizedTensor(payload, scale_inv, fmt, block)
-    rows, columns = x.shape
-    padded = F.pad(x, (0, -columns % block[1], 0, -rows % block[0]))
-    tiles = padded.view(-(-rows // block[0]), block[0], -(-columns // block[1]), block[1])
-    scale = scaling.scale_from_amax(
-        scaling.amax(tiles, dim=(1, 3)),
-        fmt.max,
-        margin=margin,
-        power_of_two=power_of_two,
-        overflow=overflow,
+    if group is None and not granularity.is_whole and _compiled(x, payload):
+        return _fused(x, fmt, (granularity,), rule, payload, draw)[0]
+    amax = share_amax(block_amax(x, granularity), group)
+    scales = rule.scales(amax, fmt.max, _overflow(x, granularity))
+    fold = folds(payload, fmt, granularity, rule, scales.scale_inv)
+    return apply_scales(x, scales, fmt, granularity, payload, fold=fold, draw=draw)
+
+
+def quantize_pair(
+    x: Tensor,
+    fmt: Format,
+    granularities: tuple[Granularity, Granularity],
+    rule: ScaleRule,
+    payload: Payload,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`quantize` of x for two granularities, with x read from memory once where that can be."""
+    alike = len({_overflow(x, granularity) for granularity in granularities}) == 1
+    whole = any(granularity.is_whole for granularity in granularities)
+    if alike and not whole and _compiled(x, payload):
+        first, second = _fused(x, fmt, granularities, rule, payload)
+    else:
+        first, second = (quantize(x, fmt, each, rule, payload) for each in granularities)
+    return first, second
+
+
+def _compiled(x: Tensor, payload: Payload) -> bool:
+    """Whether the CPU kernels apply."""
+    return payload.dtype is not None and cpu_kernels.usable(x)
+
+
+def _fused(
+    x: Tensor,
+    fmt: Format,
+    granularities: Sequence[Granularity],
+    rule: ScaleRule,
+    payload: Payload,
+    draw: Draw | None = None,
+) -> list[QuantizedTensor]:
+    """Amaxes, scales and casts of one or two copies together, by the CPU kernels."""
+    fold = payload.fold != "never" and rule.power_of_two
+    made = cpu_kernels.quantize(
+        x,
+        fmt,
+        [granularity.block(*x.shape) for granularity in granularities],
+        _kernel_rule(rule, fmt, _overflow(x, granularities[0])),
+        payload.dtype_of(fmt),
+        fold=fold,
+        draw=None if draw is None else draw.numbers(),
     )
-    scale_inv = scale.reciprocal()
-    payload = round_to_grid(x.float() * spread(scale, block, rows, columns), fmt)
-    if dequantize:
-        payload = payload * spread(scale_inv, block, rows, columns)
-    return QuantizedTensor(payload.to(dtype), scale_inv, fmt, block)
+    copies = []
+    for granularity, (values, scale_inv) in zip(granularities, made, strict=True):
+        if fold and not folds(payload, fmt, granularity, rule, scale_inv):
+            scales = Scales(scale_inv.reciprocal(), scale_inv)  # exact: they are powers of two
+            copies.append(apply_scales(x, scales, fmt, granularity, payload, draw=draw))
+        else:
+            copies.append(QuantizedTensor(values, scale_inv, fmt, granularity, folded=fold))
+    return copies
+
+
+def _kernel_rule(rule: ScaleRule, fmt: Format, overflow: float) -> cpu_kernels.Rule:
+    if rule.kind == "e8m0":
+        return cpu_kernels.Rule.of(rule.kind, 2.0**rule.margin, 1.0 / fmt.max)
+    return cpu_kernels.Rule.of(rule.kind, fmt.max * 2.0**-rule.margin, overflow)
+
+
+def _overflow(x: Tensor, granularity: Granularity) -> float:
+    """What a scale that overflows becomes."""
+    return torch.finfo(x.dtype).max if granularity.is_block else FLT_MAX
+
+
+def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """max |x| of each block in FP32, `granularity.grid(...)`; NaN does not enter, Inf does."""
+    if granularity.is_whole and cpu_kernels.usable(x):
+        return torch.tensor(cpu_kernels.amax(x)).view(1, 1)
+    return scaling.amax(tiles(x, granularity), dim=(1, 3))
+
+
+def tiles(x: Tensor, granularity: Granularity) -> Tensor:
+    """x [rows, columns], padded with zeros, as [block rows, rows of one, block columns, columns of
+    one]."""
+    r, c = granularity.block(*x.shape)
+    down, across = granularity.grid(*x.shape)
+    padded = F.pad(x, (0, across * c - x.shape[1], 0, down * r - x.shape[0]))
+    return padded.view(down, r, across, c)
+
+
+def share_amax(amax: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The maximum over the ranks of a group."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+# Products of two values between these bounds, and sums of 2^10 of them, are normal in FP32.
+SMALLEST, LARGEST = 2.0**-63, 2.0**58
+
+
+def folds(
+    payload: Payload, fmt: Format, granularity: Granularity, rule: ScaleRule, scale_inv: Tensor
+) -> bool:
+    """Whether scales are multiplied into the values."""
+    if payload.fold == "never" or not rule.power_of_two or granularity.is_whole:
+        return False
+    if payload.fold == "always":
+        return True
+    least, most = (bound.item() for bound in scale_inv.aminmax())
+    return fmt.smallest * least >= SMALLEST and fmt.max * most <= LARGEST
+
+
+def apply_scales(
+    x: Tensor,
+    scales: Scales,
+    fmt: Format,
+    granularity: Granularity,
+    payload: Payload,
+    *,
+    fold: bool = False,
+    draw: Draw | None = None,
+) -> QuantizedTensor:
+    """Cast x · scale to the format, with the scales given.
+
+    Args:
+        x: BF16 or FP32 [rows, columns].
+        scales: FP32, `granularity.grid(rows, columns)` each.
+        fold: multiply the result by scale_inv.
+    """
+    dtype = payload.dtype_of(fmt)
+    if _compiled(x, payload):
+        values = cpu_kernels.cast(
+            *(x, scales.scale.contiguous(), scales.scale_inv.contiguous(), fmt),
+            *(granularity.block(*x.shape), dtype),
+            fold=fold,
+            draw=None if draw is None else draw.numbers(),
+        )
+        return QuantizedTensor(values, scales.scale_inv, fmt, granularity, folded=fold)
+    noise = None if draw is None else draw.noise(x)
+    values = round_to_grid(x.float() * spread(scales.scale, granularity, *x.shape), fmt, noise)
+    if fold:
+        values = values * spread(scales.scale_inv, granularity, *x.shape)
+    return QuantizedTensor(values.to(dtype), scales.scale_inv, fmt, granularity, folded=fold)

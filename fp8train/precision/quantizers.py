@@ -1,29 +1,51 @@
 """One layer's quantisers: a recipe applied to its input, weight and output gradient.
 
-Each call gives two matrices: `rowwise`, scaled for a GEMM that reduces over the columns, and
-`columnwise`, for one that reduces over the rows. With one scale a tensor they are the same.
+Each call gives two operands: `rowwise`, scaled for the GEMM that reduces over the columns, and
+`columnwise`, for the one that reduces over the rows. With one scale a tensor they are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8train.precision.delayed import DelayedState
-from fp8train.precision.quantize import quantize_blocks, quantize_tensor, tensor_amax
-from fp8train.precision.recipes import ROLES, BlockScaling, CurrentScaling
-from fp8train.precision.scaling import scale_from_amax
+from fp8train.precision.formats import Format
+from fp8train.precision.nvfp4 import hadamard, quantize_nvfp4
+from fp8train.precision.philox import key_of
+from fp8train.precision.quantize import (
+    Draw,
+    Payload,
+    apply_scales,
+    block_amax,
+    quantize,
+    quantize_pair,
+)
+from fp8train.precision.recipes import DelayedScaling, NVFP4Scaling, Recipe
+from fp8train.precision.scaling import Scales
+from fp8train.precision.tensor import TENSOR, QuantizedTensor
+
+Operand = QuantizedTensor | Tensor  # a Tensor stays in high precision
 
 
 @dataclass
-class Operand:
-    """One side of a GEMM: values [rows, columns], and the scale its product still lacks."""
+class Position:
+    """Where training is, for stochastic rounding; one object for all layers of a model.
 
-    values: Tensor
-    scale_inv: Tensor | None = None
+    Attributes:
+        step: of the optimizer; weights draw once a step.
+        micro_batch: the first sample of the micro batch; inputs and gradients draw in each.
+        row_offset: rows of the micro batch that come before this rank's.
+    """
+
+    step: int = 0
+    micro_batch: int = 0
+    row_offset: int = 0
 
 
 class Quantizer(Protocol):
@@ -31,17 +53,14 @@ class Quantizer(Protocol):
 
     Args:
         x: BF16 or FP32 [rows, columns].
-        role: "input", "weight" or "grad_output".
-        dtype: of the operands' values.
+        rowwise, columnwise: which operands are needed; the others are None.
         training: whether this call may leave a trace, such as an amax.
-        columnwise: whether the second operand is needed.
-    Returns:
-        (rowwise, columnwise); columnwise is None if not needed.
+        position: of the micro batch that x belongs to.
     """
 
     def __call__(
-        self, x: Tensor, role: str, dtype: torch.dtype, *, training: bool, columnwise: bool
-    ) -> tuple[Operand, Operand | None]: ...
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
+    ) -> tuple[Operand | None, Operand | None]: ...
 
 
 @dataclass
@@ -49,72 +68,138 @@ class HighPrecision:
     """No quantisation: the values as they are, for GEMMs in BF16."""
 
     def __call__(
-        self, x: Tensor, role: str, dtype: torch.dtype, *, training: bool, columnwise: bool
-    ) -> tuple[Operand, Operand | None]:
-        operand = Operand(x.to(dtype))
-        return operand, operand
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
+    ) -> tuple[Operand | None, Operand | None]:
+        return x if rowwise else None, x if columnwise else None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one role of one layer rounds: to nearest even, or stochastically with bits of its own.
+
+    Attributes:
+        stochastic: which of the two.
+        layer: its full name.
+        role: "input", "weight" or "grad_output".
+        seed: of the run.
+    """
+
+    stochastic: bool = False
+    layer: str = ""
+    role: str = ""
+    seed: int = 0
+
+    def draw(self, copy: int, position: Position) -> Draw | None:
+        """The random bits of the row-wise (0) or column-wise (1) copy; None for nearest even."""
+        if not self.stochastic:
+            return None
+        key = key_of(self.seed, self.layer, self.role, ("rowwise", "columnwise")[copy])
+        if self.role == "weight":
+            return Draw(key, position.step)
+        return Draw(key, position.micro_batch, position.row_offset)
+
+
+NEAREST = Rounding()
 
 
 @dataclass
-class Current:
-    recipe: CurrentScaling
+class Scaled:
+    """Scales from the tensor's own amaxes: every recipe but delayed scaling.
+
+    Attributes:
+        recipe: any but `DelayedScaling`.
+        role: "input", "weight" or "grad_output".
+        payload: the form that the backend takes.
+        groups: for each copy the ranks that hold other parts of its blocks; None for this alone.
+    """
+
+    recipe: Recipe
+    role: str
+    payload: Payload
+    rounding: Rounding = NEAREST
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
 
     def __call__(
-        self, x: Tensor, role: str, dtype: torch.dtype, *, training: bool, columnwise: bool
-    ) -> tuple[Operand, Operand | None]:
-        fmt = self.recipe.formats.of(role)
-        scale = scale_from_amax(
-            tensor_amax(x),
-            fmt.max,
-            margin=self.recipe.margin,
-            power_of_two=self.recipe.power_of_two,
-        )
-        quantized = quantize_tensor(x, scale, fmt, dtype)
-        operand = Operand(quantized.payload, quantized.scale_inv)
-        return operand, operand
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
+    ) -> tuple[Operand | None, Operand | None]:
+        shared = self.recipe.shares_copies(self.role)
+        if rowwise and columnwise and not shared and (fmt := self._alike()):
+            granularities = self.recipe.granularity(self.role)
+            return quantize_pair(x, fmt, granularities, self.recipe.rule, self.payload)
+        return both_copies(partial(self._copy, x, position), shared, rowwise, columnwise)
+
+    def _alike(self) -> Format | None:
+        """The format of both copies where they differ in granularity alone, so that one pass over
+        x makes them; None where they need more."""
+        rowwise, columnwise = self.recipe.formats.of(self.role)
+        simple = self.groups == (None, None) and not self.rounding.stochastic
+        nvfp4 = isinstance(self.recipe, NVFP4Scaling)
+        return rowwise if simple and not nvfp4 and rowwise == columnwise else None
+
+    def _copy(self, x: Tensor, position: Position, copy: int) -> Operand:
+        """The row-wise (0) or column-wise (1) copy, each quantised from high precision."""
+        recipe, fmt = self.recipe, self.recipe.formats.of(self.role)[copy]
+        if fmt is None:
+            return x
+        granularity = recipe.granularity(self.role)[copy]
+        group, draw = self.groups[copy], self.rounding.draw(copy, position)
+        if isinstance(recipe, NVFP4Scaling):
+            if copy == 1 and self.role != "weight" and recipe.transforms_wgrad:
+                x = hadamard(x)
+            return quantize_nvfp4(
+                x, granularity, self.payload, margin=recipe.margin, group=group, draw=draw
+            )
+        return quantize(x, fmt, granularity, recipe.rule, self.payload, group=group, draw=draw)
 
 
 @dataclass
 class Delayed:
-    """Scales of earlier steps; `first_row` is the layer's first row of the shared state."""
+    """Scales of earlier steps.
 
+    Attributes:
+        recipe: of this layer.
+        role: "input", "weight" or "grad_output".
+        payload: the form that the backend takes.
+        state: of the whole model.
+        rows: where the state has this role's two copies; −1 for one that is not quantised.
+    """
+
+    recipe: DelayedScaling
+    role: str
+    payload: Payload
     state: DelayedState
-    first_row: int
+    rows: tuple[int, int]
+    rounding: Rounding = NEAREST
 
     def __call__(
-        self, x: Tensor, role: str, dtype: torch.dtype, *, training: bool, columnwise: bool
-    ) -> tuple[Operand, Operand | None]:
-        row = self.first_row + ROLES.index(role)
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
+    ) -> tuple[Operand | None, Operand | None]:
         if training:
-            self.state.stage(row, tensor_amax(x))
-        scale = self.state.scale[row].clone()  # the state changes before backward reads it
-        quantized = quantize_tensor(x, scale, self.state.recipe.formats.of(role), dtype)
-        operand = Operand(quantized.payload, quantized.scale_inv)
-        return operand, operand
-
-
-@dataclass
-class Block:
-    recipe: BlockScaling
-
-    def __call__(
-        self, x: Tensor, role: str, dtype: torch.dtype, *, training: bool, columnwise: bool
-    ) -> tuple[Operand, Operand | None]:
-        size = self.recipe.size
-        if role == "weight":  # square blocks: the transpose of the one is the other
-            operand = self._operand(x, role, (size, size), dtype)
-            return operand, operand
-        rowwise = self._operand(x, role, (1, size), dtype)
-        # The second copy is quantised again from high precision, not transposed from the first.
-        return rowwise, self._operand(x, role, (size, 1), dtype) if columnwise else None
-
-    def _operand(self, x: Tensor, role: str, block: tuple[int, int], dtype: torch.dtype) -> Operand:
-        quantized = quantize_blocks(
-            x,
-            self.recipe.formats.of(role),
-            block,
-            dtype,
-            margin=self.recipe.margin,
-            dequantize=True,
+            amax = block_amax(x, TENSOR).view(())
+            for row in set(self.rows) - {-1}:
+                self.state.stage(row, amax)
+        return both_copies(
+            partial(self._copy, x, position),
+            self.recipe.shares_copies(self.role),
+            rowwise,
+            columnwise,
         )
-        return Operand(quantized.payload)
+
+    def _copy(self, x: Tensor, position: Position, copy: int) -> Operand:
+        fmt = self.recipe.formats.of(self.role)[copy]
+        if fmt is None:
+            return x
+        scale = self.state.scale[self.rows[copy]].clone().view(1, 1)  # the state will change
+        scales = Scales(scale, scale.reciprocal())
+        draw = self.rounding.draw(copy, position)
+        return apply_scales(x, scales, fmt, TENSOR, self.payload, draw=draw)
+
+
+def both_copies(
+    make: Callable[[int], Operand], shared: bool, rowwise: bool, columnwise: bool
+) -> tuple[Operand | None, Operand | None]:
+    """The wanted ones of make(0), the row-wise copy, and make(1); one serves as both if shared."""
+    if shared and (rowwise or columnwise):
+        operand = make(0)
+        return operand if rowwise else None, operand if columnwise else None
+    return make(0) if rowwise else None, make(1) if columnwise else None

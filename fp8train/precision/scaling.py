@@ -6,8 +6,13 @@ back. All in FP32 with IEEE division.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from fp8train.precision.formats import e8m0_decode
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLT_MIN = torch.finfo(torch.float32).tiny  # a margin can't push a scale below: 0 has no inverse
@@ -20,6 +25,46 @@ def amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     if magnitude.numel() == 0:
         return magnitude.sum(dim=dim)  # zeros of the reduced shape
     return magnitude.amax(dim=() if dim is None else dim)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How an amax becomes a scale.
+
+    Attributes:
+        kind: "fp32", "power_of_two" (the FP32 scale rounded down to one), or "e8m0" (MX: the
+            inverse rounded up to one).
+        margin: the amax is brought to max·2^-margin.
+    """
+
+    kind: str = "fp32"
+    margin: int = 0
+
+    @property
+    def power_of_two(self) -> bool:
+        return self.kind != "fp32"
+
+    def scales(self, amax: Tensor, max_value: float, overflow: float = FLT_MAX) -> Scales:
+        """(scale, scale_inv) of FP32 amaxes of any shape; see `scale_from_amax` and
+        `e8m0_exponent`."""
+        if self.kind == "e8m0":
+            exponent = e8m0_exponent(amax * 2.0**self.margin, max_value)
+            return Scales(*(e8m0_decode(e.to(torch.uint8)) for e in (254 - exponent, exponent)))
+        scale = scale_from_amax(
+            amax,
+            max_value,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            overflow=overflow,
+        )
+        return Scales(scale, scale.reciprocal())
+
+
+class Scales(NamedTuple):
+    """FP32 tensors of one shape."""
+
+    scale: Tensor
+    scale_inv: Tensor
 
 
 def scale_from_amax(
@@ -48,6 +93,22 @@ def scale_from_amax(
     if power_of_two:
         scale = floor_to_power_of_two(scale)
     return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+
+
+def e8m0_exponent(amax: Tensor, max_value: float) -> Tensor:
+    """MX's shared exponent E of each amax, biased by 127, int32 in [0, 254]: 2^(E − 127) is the
+    smallest power of two that brings the amax to at most max_value.
+
+    amax · fp32(1 / max_value), rounded up to a power of two; 0 gives 0 and Inf 254. Rounding down,
+    as the OCP specification suggests, would saturate. Source: TE `common/util/ptx.cuh`,
+    `float_to_e8m0`.
+    """
+    inverse = torch.tensor(1.0, device=amax.device) / torch.tensor(max_value, device=amax.device)
+    bits = (amax * inverse).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Below 2^-126 only a mantissa above 2^-127's goes up; at the top there is nothing above.
+    up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return (exponent + up.int()).clamp(max=254)
 
 
 def divide(numerator: float | Tensor, amax: Tensor) -> Tensor:

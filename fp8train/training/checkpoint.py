@@ -39,6 +39,8 @@ class Progress:
     consumed_samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    loss_scale: float | None = None  # of the next step, where the scale is dynamic
+    growth_tracker: int = 0  # good steps since that scale last changed or a step was skipped
     wandb_id: str | None = None
 
 
@@ -65,7 +67,8 @@ def _manifest(checkpoint: Path) -> dict[str, Any] | None:
 def held(config: Config) -> dict[str, Any]:
     """What a resume must have in common with the run: another value would train another model."""
     model, precision = asdict(config.model), asdict(config.precision)
-    for free in ("backend", "emulation"):  # how it is computed, not what
+    # How it is computed and watched, not what.
+    for free in ("backend", "emulation", "cache_weights", "telemetry"):
         del precision[free]
     del model["name"]
     return {

@@ -15,7 +15,9 @@ from fp8train.data.dataset import PreparedData
 from fp8train.data.order import TrainSamples, validation_samples
 from fp8train.parallel.parallelize import ParallelModel
 from fp8train.parallel.runtime import Ranks
+from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.training.checkpoint import Progress
+from fp8train.training.loss_scale import LossScaler
 from fp8train.training.optimizer import build_optimizer
 from fp8train.training.schedule import learning_rate
 
@@ -27,9 +29,12 @@ class StepResult:
     Attributes:
         loss: mean over the global batch's tokens.
         grad_norm: of the whole gradient, before clipping; not finite for a skipped step.
+            Neither loss nor norm carries the loss scale.
         learning_rate: of this step.
         bytes_reduced: gradient bytes that this rank sent.
         skipped: the gradient was not finite, so masters and scales stayed as they were.
+        loss_scale: of this step; 1 where scaling is off.
+        telemetry: of the quantised layers, by LAYER.ROLE; None where the step is no sample.
     """
 
     loss: float
@@ -37,6 +42,8 @@ class StepResult:
     learning_rate: float
     bytes_reduced: int
     skipped: bool
+    loss_scale: float
+    telemetry: dict[str, Statistics] | None
 
 
 class Learner:
@@ -59,6 +66,10 @@ class Learner:
             data.validation, length, config.trainer.validation_samples
         )
         self.optimizer = build_optimizer(parallel.model, config.optimizer)
+        self.loss_scaler = LossScaler(config, progress)
+        self.telemetry = Telemetry(
+            parallel.conversion.numerics, config.precision.telemetry.every, device
+        )
 
     @property
     def tokens_a_step(self) -> int:
@@ -66,10 +77,13 @@ class Learner:
 
     def step(self) -> StepResult:
         """Forward and backward over the global batch, one reduction, one update."""
-        trainer, progress = self.config.trainer, self.progress
+        trainer, progress, scale = self.config.trainer, self.progress, self.loss_scaler.scale
         self.parallel.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        self.telemetry.begin_step(progress.step + 1)
         loss = self._gradients()
+        telemetry = self.telemetry.end_step(self.parallel.mesh.get_group())
+        self.loss_scaler.unscale(self.parallel.model.parameters())
         grad_norm = self._clip()
         skipped = not math.isfinite(grad_norm)
         progress.step += 1
@@ -80,20 +94,29 @@ class Learner:
             progress.step, trainer.steps, self.config.optimizer.lr, self.config.schedule
         )
         self._update(rate, skipped)
-        return StepResult(loss, grad_norm, rate, self.parallel.reduction.take_bytes(), skipped)
+        self.loss_scaler.update(skipped)
+        sent = self.parallel.reduction.take_bytes()
+        return StepResult(loss, grad_norm, rate, sent, skipped, scale, telemetry)
 
     def _gradients(self) -> float:
-        """Leave the mean gradient in the FP32 shards; return the mean loss over all ranks."""
+        """Leave the mean gradient in the FP32 shards, times the loss scale.
+
+        Returns:
+            the mean loss over all ranks, without the scale.
+        """
         trainer, ranks = self.config.trainer, self.ranks
         micro = trainer.micro_batch_size
         rounds = trainer.global_batch_size // (micro * ranks.world_size)
         total = torch.zeros((), device=self.device)
         for index in range(rounds):
             self.parallel.synchronize_gradients(index == rounds - 1)
-            offset = (index * ranks.world_size + ranks.rank) * micro
-            batch = self.samples.batch(self.progress.consumed_samples + offset, micro)
+            first = self.progress.consumed_samples + index * ranks.world_size * micro
+            self.parallel.conversion.begin_micro_batch(
+                self.progress.step, first, ranks.rank * micro * trainer.sequence_length
+            )
+            batch = self.samples.batch(first + ranks.rank * micro, micro)
             loss = self._losses(batch).mean() / rounds
-            loss.backward()
+            (loss * self.loss_scaler.scale).backward()
             total += loss.detach()
         dist.all_reduce(total)
         return float(total) / ranks.world_size
@@ -106,16 +129,11 @@ class Learner:
 
     def _update(self, rate: float, skipped: bool) -> None:
         """Step the masters and roll the amax histories, or leave both for a skipped step."""
-        delayed = self.parallel.conversion.delayed
-        if skipped:
-            if delayed:
-                delayed.discard()
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        if delayed:
-            delayed.roll(self.parallel.mesh.get_group())
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.parallel.conversion.end_step(self.parallel.mesh.get_group(), skipped=skipped)
 
     def _losses(self, batch: Tensor) -> Tensor:
         """Next-token cross entropies in FP32, [B, T], of samples [B, T+1]."""

@@ -69,13 +69,13 @@ def clock(seconds: float) -> str:
 
 
 def print_banner(
-    console: Console, rows: dict[str, str], layers: list[tuple[str, int, str, str]]
+    console: Console, rows: dict[str, str], layers: list[tuple[str, int, str, str, str]]
 ) -> None:
     """The facts of the run, and which layers run in which precision."""
     width = max(len(name) for name in rows)
     for name, value in rows.items():
         console.print(f"{name:<{width}}  {value}", soft_wrap=True)
-    table = Table("layers", "count", "recipe", "input/weight/grad_output", box=None)
-    for kind, count, recipe, formats in layers:
-        table.add_row(kind, str(count), recipe, formats)
+    table = Table("layers", "count", "recipe", "input/weight/grad_output", "backend", box=None)
+    for kind, count, recipe, formats, backend in layers:
+        table.add_row(kind, str(count), recipe, formats, backend)
     console.print(table)

@@ -39,7 +39,9 @@ class Reporter:
         self.backend, self.data_id = backend, data_id
         length = config.trainer.sequence_length
         self.flops_per_token = model_flops(config.model, length)
-        self.fp8_fraction = fp8_fraction(config.model, length, learner.parallel.conversion.layers)
+        layers = learner.parallel.conversion.layers
+        share = {name: layer.recipe.formats.quantized_share for name, layer in layers.items()}
+        self.fp8_fraction = fp8_fraction(config.model, length, share)
         self.parameters = sum(p.numel() for p in learner.parallel.model.parameters())
         self.wandb: WandbLog | None = None
         self.line = ProgressLine(config.trainer.steps, learner.progress.step, ranks.is_first)
@@ -72,10 +74,14 @@ class Reporter:
         self.rates.append(rate)
         self.bytes_reduced.append(result.bytes_reduced)
         if result.skipped:
-            self.line.say(f"step {progress.step}: skipped, its gradients are not finite")
+            now = f"; loss scale now {progress.loss_scale}" if progress.loss_scale else ""
+            self.line.say(f"step {progress.step}: skipped, its gradients are not finite{now}")
         self.line.update(progress.step, result.loss, rate, seconds)
+        if result.telemetry is not None:
+            self._record({"step": progress.step, "telemetry": result.telemetry})
         if progress.step % self.config.logging.every:
             return
+        scaled = self.learner.loss_scaler.mode != "none"
         self._record(
             {
                 "step": progress.step,
@@ -92,6 +98,7 @@ class Reporter:
                 / 1e12,
                 "bytes_reduced": result.bytes_reduced,
                 "skipped_steps": progress.skipped_steps,
+                **({"loss_scale": result.loss_scale} if scaled else {}),
             }
         )
 
@@ -131,7 +138,16 @@ class Reporter:
         }
         if self.wandb:
             self.wandb.finish(summary)
+        self._draw_telemetry()
         self.folder.finish(summary)
+
+    def _draw_telemetry(self) -> None:
+        """telemetry.png, where there is something to show."""
+        if self.learner.telemetry.on:
+            from fp8train.analysis import heatmap  # matplotlib takes its time
+
+            if samples := heatmap.read_samples(self.folder.path):
+                heatmap.plot_samples(samples, self.folder.path / heatmap.PICTURE)
 
     def _record(self, line: dict[str, Any]) -> None:
         if self.ranks.is_first:
@@ -156,6 +172,14 @@ class Reporter:
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
         }
+        scaler = self.learner.loss_scaler
+        if scaler.mode != "none":
+            facts["loss scale"] = f"{scaler.mode}, {scaler.scale}"
+        if every := config.precision.telemetry.every:
+            if self.learner.telemetry.on:
+                facts["telemetry"] = f"step 1 and every {every} steps"
+            elif self.backend == "transformer_engine":
+                facts["telemetry"] = "none: Transformer Engine shows no values before its cast"
         if self.wandb:
             facts["W&B"] = self.wandb.place
         if self.learner.progress.step:

@@ -89,7 +89,8 @@ class RunFolder:
         """Delete the run's own files; what somebody else put beside them stays."""
         for name in ("checkpoints", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json"):
+        files = ("config.yaml", "environment.json", "metrics.jsonl", "telemetry.png")
+        for name in (*files, "summary.json"):
             (self.path / name).unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> None:

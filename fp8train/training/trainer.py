@@ -42,7 +42,7 @@ def train(config: Config) -> int:
     backend = choose_backend(config.precision, device)
     folder = RunFolder(config)
     folder.check()
-    model, conversion = precise_model(config, device)
+    model, conversion = precise_model(config, device, backend)
     data = prepare(config.data, config.trainer.sequence_length)
     check_vocabulary(config, data)
     data_id = fingerprint(data, config.trainer)

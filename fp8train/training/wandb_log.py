@@ -53,11 +53,21 @@ class WandbLog:
 
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of metrics; it carries its own `step`."""
-        self.run.log(line)
+        self.run.log(flat(line))
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
         self.run.finish()
+
+
+def flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A line with its telemetry as telemetry/STATISTIC/LAYER.ROLE, without what is None."""
+    line = dict(line)
+    for name, statistics in line.pop("telemetry", {}).items():
+        for statistic, value in statistics.items():
+            if value is not None:
+                line[f"telemetry/{statistic}/{name}"] = value
+    return line
 
 
 def choose_mode(mode: str) -> str:

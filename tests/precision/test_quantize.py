@@ -1,5 +1,6 @@
 """The CPU kernels against the plain torch forms and the eight-bit cast, bit for bit."""
 
+import itertools
 import math
 from unittest import mock
 
@@ -11,21 +12,50 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from fp8train.precision import quantize
+from fp8train.config import PrecisionConfig
 from fp8train.precision.backends import cpu_kernels
-from fp8train.precision.formats import E4M3, E5M2, Format, cast
-from fp8train.precision.scaling import scale_from_amax
-from fp8train.precision.tensor import QuantizedTensor
+from fp8train.precision.formats import BY_NAME, E4M3, E5M2, Format, cast
+from fp8train.precision.nvfp4 import hadamard, quantize_nvfp4
+from fp8train.precision.quantize import (
+    Draw,
+    Payload,
+    apply_scales,
+    block_amax,
+    quantize,
+    quantize_pair,
+)
+from fp8train.precision.quantizers import Position, Rounding, Scaled
+from fp8train.precision.recipes import recipe_of
+from fp8train.precision.scaling import ScaleRule, Scales, scale_from_amax
+from fp8train.precision.tensor import COLUMN, ROW, TENSOR, Granularity, QuantizedTensor
 
-FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-BLOCKS = [(1, 128), (128, 1), (128, 128)]
-values = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.inf, math.nan, 1e-40, 3e38])
+DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = pytest.mark.parametrize("fmt", BY_NAME.values(), ids=BY_NAME)
+BLOCKS = [Granularity(*block) for block in ((1, 128), (128, 1), (128, 128))]
+GRANULARITIES = [
+    *(TENSOR, ROW, COLUMN, *BLOCKS),
+    *(Granularity(*block) for block in ((1, 32), (32, 1), (1, 16), (16, 1), (16, 16), (24, 40))),
+]
+PAIRS = [(ROW, COLUMN), (Granularity(1, 128), Granularity(128, 1)), (BLOCKS[2], BLOCKS[2])]
+PAIRS += [(Granularity(1, size), Granularity(size, 1)) for size in (16, 32)]
+PAIRS += [(ROW, TENSOR), (COLUMN, ROW), (COLUMN, COLUMN), (Granularity(1, 24), Granularity(32, 1))]
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3e38, 2.0**-126, 6.5e-37]
+values = st.floats(width=32) | st.sampled_from(SPECIAL)
 matrices = hnp.arrays(
     np.float32, st.tuples(*[st.integers(1, 150)] * 2), elements=values, fill=values
 )
+rules = st.builds(
+    ScaleRule, st.sampled_from(["fp32", "power_of_two", "e8m0"]), st.sampled_from([0, 2, 32, -6])
+)
+payloads = st.builds(
+    Payload, st.sampled_from(DTYPES), st.sampled_from(["never", "always", "exact"])
+)
+offsets = st.integers(0, 2**31)
+sixty_four = st.integers(0, 2**64 - 1)
+draws = st.builds(Draw, sixty_four, sixty_four, offsets, offsets)
 
 
-def plain(function, *args, **kwargs) -> QuantizedTensor:
+def plain(function, *args, **kwargs):
     """The result without the compiled kernels."""
     with mock.patch.object(cpu_kernels, "library", return_value=None):
         return function(*args, **kwargs)
@@ -37,9 +67,26 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def same(a: QuantizedTensor, b: QuantizedTensor) -> None:
-    assert torch.equal(bits(a.payload), bits(b.payload))
-    assert torch.equal(bits(a.scale_inv), bits(b.scale_inv))
+def same(ours: QuantizedTensor, other: QuantizedTensor) -> None:
+    assert (ours.fmt, ours.granularity, ours.folded) == (other.fmt, other.granularity, other.folded)
+    assert (ours.payload.dtype, ours.payload.shape) == (other.payload.dtype, other.payload.shape)
+    assert torch.equal(bits(ours.scale_inv), bits(other.scale_inv))
+    assert torch.equal(bits(ours.payload), bits(other.payload))
+    if ours.tensor_scale_inv is None or other.tensor_scale_inv is None:
+        assert ours.tensor_scale_inv is other.tensor_scale_inv
+    else:
+        assert torch.equal(bits(ours.tensor_scale_inv), bits(other.tensor_scale_inv))
+
+
+def mixed(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """FP32 values over the whole range, with a few special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x = torch.ldexp(x, torch.randint(-140, 126, (1, columns), generator=generator))
+    where = torch.randint(0, 400, x.shape, generator=generator)
+    for index, value in enumerate(SPECIAL):
+        x = torch.where(where == index, value, x)
+    return x
 
 
 def test_kernels_are_built() -> None:
@@ -52,87 +99,235 @@ def test_without_a_compiler_plain_torch_takes_over(monkeypatch: pytest.MonkeyPat
 
 
 @FORMATS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(deadline=None, max_examples=50)
+@given(
+    x=matrices,
+    dtype=st.sampled_from(DTYPES),
+    granularity=st.sampled_from(GRANULARITIES),
+    rule=rules,
+    payload=payloads,
+    draw=st.none() | draws,
+)
+def test_quantize(
+    fmt: Format,
+    x: np.ndarray,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    rule: ScaleRule,
+    payload: Payload,
+    draw: Draw | None,
+) -> None:
+    args = (torch.from_numpy(x).to(dtype), fmt, granularity, rule, payload)
+    same(quantize(*args, draw=draw), plain(quantize, *args, draw=draw))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    x=matrices,
+    dtype=st.sampled_from(DTYPES),
+    fmt=st.sampled_from(list(BY_NAME.values())),
+    pair=st.sampled_from(PAIRS),
+    rule=rules,
+    payload=payloads,
+)
+def test_pair(
+    x: np.ndarray,
+    dtype: torch.dtype,
+    fmt: Format,
+    pair: tuple[Granularity, Granularity],
+    rule: ScaleRule,
+    payload: Payload,
+) -> None:
+    tensor = torch.from_numpy(x).to(dtype)
+    copies = quantize_pair(tensor, fmt, pair, rule, payload)
+    for copy, granularity in zip(copies, pair, strict=True):
+        same(copy, plain(quantize, tensor, fmt, granularity, rule, payload))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}, {pair[1]}")
+@pytest.mark.parametrize("kind", ["fp32", "e8m0"])
+def test_pair_of_many_tiles(
+    pair: tuple[Granularity, Granularity], dtype: torch.dtype, kind: str
+) -> None:
+    """Several strips, tiles and threads, more rows than a tile has, ragged edges."""
+    x, rule, payload = mixed(700, 1500).to(dtype), ScaleRule(kind), Payload(dtype, "always")
+    for copy, granularity in zip(quantize_pair(x, E4M3, pair, rule, payload), pair, strict=True):
+        same(copy, plain(quantize, x, E4M3, granularity, rule, payload))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    x=matrices,
+    dtype=st.sampled_from(DTYPES),
+    block=st.sampled_from([(1, 16), (16, 1), (16, 16)]),
+    payload=payloads,
+    margin=st.sampled_from([0, 3]),
+    draw=st.none() | draws,
+    transformed=st.booleans(),
+)
+def test_nvfp4(
+    x: np.ndarray,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    payload: Payload,
+    margin: int,
+    draw: Draw | None,
+    transformed: bool,
+) -> None:
+    tensor = torch.from_numpy(x).to(dtype)
+    if transformed:
+        tensor = hadamard(tensor)
+        assert torch.equal(bits(tensor), bits(plain(hadamard, torch.from_numpy(x).to(dtype))))
+    args, options = (tensor, Granularity(*block), payload), {"margin": margin, "draw": draw}
+    same(quantize_nvfp4(*args, **options), plain(quantize_nvfp4, *args, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_matrices(dtype: torch.dtype) -> None:
+    """Wide enough for several spans of a row and for threads."""
+    x, payload = mixed(75, 2500).to(dtype), Payload(dtype, "always")
+    draw = Draw(2**63 + 5, 2**40 + 1, 7, 9)
+    for granularity in GRANULARITIES:
+        args = (x, E5M2, granularity, ScaleRule("power_of_two"), payload)
+        same(quantize(*args, draw=draw), plain(quantize, *args, draw=draw))
+    for granularity in (Granularity(1, 16), Granularity(16, 1), Granularity(16, 16)):
+        args = (x.nan_to_num(posinf=1, neginf=1), granularity, payload)
+        same(quantize_nvfp4(*args, draw=draw), plain(quantize_nvfp4, *args, draw=draw))
+    assert torch.equal(bits(hadamard(x)), bits(plain(hadamard, x)))
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(deadline=None, max_examples=25)
 @given(x=matrices, scale=st.sampled_from([1.0, 0.37, 448.0, 2.0**-100, 3e38]))
-def test_per_tensor(fmt: Format, dtype: torch.dtype, x: np.ndarray, scale: float) -> None:
-    tensor, factor = torch.from_numpy(x).to(dtype), torch.tensor(scale)
-    for payload in (torch.float32, torch.bfloat16):
-        ours = quantize.quantize_tensor(tensor, factor, fmt, payload)
-        same(ours, plain(quantize.quantize_tensor, tensor, factor, fmt, payload))
-        reference = cast(tensor.float() * factor, fmt).to(payload)
-        assert torch.equal(bits(ours.payload), bits(reference))
-    with mock.patch.object(cpu_kernels, "library", return_value=None):
-        expected = quantize.tensor_amax(tensor)
-    assert torch.equal(quantize.tensor_amax(tensor), expected)
+def test_one_given_scale(fmt: Format, dtype: torch.dtype, x: np.ndarray, scale: float) -> None:
+    tensor, factor = torch.from_numpy(x).to(dtype), torch.tensor(scale).view(1, 1)
+    scales = Scales(factor, factor.reciprocal())
+    for payload in map(Payload, DTYPES):
+        ours = apply_scales(tensor, scales, fmt, TENSOR, payload)
+        same(ours, plain(apply_scales, tensor, scales, fmt, TENSOR, payload))
+        if fmt.dtype is not None:
+            reference = cast(tensor.float() * factor, fmt).to(payload.dtype)
+            assert torch.equal(bits(ours.payload), bits(reference))
+    assert torch.equal(block_amax(tensor, TENSOR), plain(block_amax, tensor, TENSOR))
 
 
-@FORMATS
-@pytest.mark.parametrize("block", BLOCKS)
-@settings(deadline=None, max_examples=25)
-@given(x=matrices, power_of_two=st.booleans(), margin=st.sampled_from([0, 32, -6]))
-def test_blocks(
-    fmt: Format, block: tuple[int, int], x: np.ndarray, power_of_two: bool, margin: int
+@settings(deadline=None, max_examples=50)
+@given(
+    x=matrices,
+    granularity=st.sampled_from(GRANULARITIES),
+    fold=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    draw=st.none() | draws,
+    seed=st.integers(0, 99),
+)
+def test_given_block_scales(
+    x: np.ndarray,
+    granularity: Granularity,
+    fold: bool,
+    dtype: torch.dtype,
+    draw: Draw | None,
+    seed: int,
 ) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor = torch.from_numpy(x).to(dtype)
-        options = {"margin": margin, "power_of_two": power_of_two}
-        for dequantize in (False, True) if power_of_two else (False,):
-            for payload in (torch.float32, torch.bfloat16):
-                args = (tensor, fmt, block, payload)
-                ours = quantize.quantize_blocks(*args, **options, dequantize=dequantize)
-                same(ours, plain(quantize.quantize_blocks, *args, **options, dequantize=dequantize))
+    """Any scales, also such that a product with scale_inv must be rounded."""
+    tensor = torch.from_numpy(x)
+    grid = granularity.grid(*x.shape)
+    scale = mixed(*grid, seed).abs().nan_to_num(1, 1)
+    args = (tensor, Scales(scale, scale.reciprocal()), E4M3, granularity, Payload(dtype))
+    options = {"fold": fold, "draw": draw}
+    same(apply_scales(*args, **options), plain(apply_scales, *args, **options))
 
 
-@FORMATS
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_rowwise_bf16_wgrad", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_two_operands_are_those_asked_for_singly(recipe: str, role: str) -> None:
+    what = recipe_of(PrecisionConfig(recipe=recipe))
+    quantizer = Scaled(what, role, Payload(torch.float32, "always"))
+    x, rest = mixed(200, 300), {"training": True, "position": Position()}
+    both = quantizer(x, rowwise=True, columnwise=True, **rest)
+    single = (
+        quantizer(x, rowwise=True, columnwise=False, **rest)[0],
+        quantizer(x, rowwise=False, columnwise=True, **rest)[1],
+    )
+    for ours, expected in zip(both, single, strict=True):
+        if isinstance(expected, Tensor):
+            assert ours is expected is x
+        else:
+            same(ours, expected)
+
+
+def test_stochastic_operands_draw_apart() -> None:
+    """Both copies together are not one pass: each has bits of its own."""
+    precision = PrecisionConfig(recipe="fp8_block", stochastic_rounding=["input"])
+    rounding = Rounding(True, "layer", "input", 1)
+    quantizer = Scaled(recipe_of(precision), "input", Payload(torch.float32), rounding)
+    x = torch.full((128, 128), 1.03)
+    rowwise, columnwise = quantizer(
+        x, rowwise=True, columnwise=True, training=True, position=Position()
+    )
+    assert not torch.equal(rowwise.payload, columnwise.payload)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_blocks_by_hand(fmt: Format) -> None:
     """A loop over blocks with the eight-bit cast: slow, plain, and sharing no code."""
     x = torch.randn(200, 300) * torch.logspace(-6, 6, 300)
-    for rows, columns in BLOCKS:
-        ours = quantize.quantize_blocks(x, fmt, (rows, columns), torch.float32)
-        for i in range(0, 200, rows):
-            for j in range(0, 300, columns):
-                tile = x[i : i + rows, j : j + columns]
-                scale = scale_from_amax(tile.abs().max(), fmt.max, power_of_two=True)
-                expected = cast(tile * scale, fmt).float()
-                assert torch.equal(ours.payload[i : i + rows, j : j + columns], expected)
-                assert ours.scale_inv[i // rows, j // columns] == 1 / scale
+    for granularity in BLOCKS:
+        rows, columns = granularity.block(*x.shape)
+        ours = quantize(x, fmt, granularity, ScaleRule("power_of_two"), Payload(torch.float32))
+        for i, j in itertools.product(range(0, 200, rows), range(0, 300, columns)):
+            tile = x[i : i + rows, j : j + columns]
+            scale = scale_from_amax(tile.abs().max(), fmt.max, power_of_two=True)
+            expected = cast(tile * scale, fmt).float()
+            assert torch.equal(ours.payload[i : i + rows, j : j + columns], expected)
+            assert ours.scale_inv[i // rows, j // columns] == 1 / scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dequantized_payload_is_exact(dtype: torch.dtype) -> None:
-    x = torch.randn(256, 256).bfloat16()
-    for block in BLOCKS:
-        payload = quantize.quantize_blocks(x, E4M3, block, dtype)
-        values = quantize.quantize_blocks(x, E4M3, block, dtype, dequantize=True)
-        assert torch.equal(payload.dequantize(), values.payload.float())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_folded_payload_is_exact(dtype: torch.dtype) -> None:
+    x, rule = torch.randn(256, 256).bfloat16(), ScaleRule("power_of_two")
+    for granularity in BLOCKS:
+        apart = quantize(x, E4M3, granularity, rule, Payload(dtype))
+        folded = quantize(x, E4M3, granularity, rule, Payload(dtype, "always"))
+        assert torch.equal(apart.dequantize(), folded.payload.float())
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (4, 0)])
 def test_empty_matrices(shape: tuple[int, int]) -> None:
-    x = torch.empty(shape)
-    for block in BLOCKS:
-        args = (x, E4M3, block, torch.float32)
-        same(quantize.quantize_blocks(*args), plain(quantize.quantize_blocks, *args))
+    x, rule, payload = torch.empty(shape), ScaleRule("power_of_two"), Payload(torch.float32)
+    for granularity in GRANULARITIES:
+        args = (x, E4M3, granularity, rule, payload)
+        same(quantize(*args), plain(quantize, *args))
+    for pair in PAIRS:
+        for copy, expected in zip(
+            quantize_pair(x, E4M3, pair, rule, payload),
+            plain(quantize_pair, x, E4M3, pair, rule, payload),
+            strict=True,
+        ):
+            same(copy, expected)
+    assert torch.equal(hadamard(x), plain(hadamard, x))
 
 
 def test_tensors_without_memory_of_their_own_are_left_to_torch() -> None:
     class Wrapped(torch.Tensor):
         pass
 
-    assert cpu_kernels.usable(torch.ones(3))
-    assert cpu_kernels.usable(torch.nn.Parameter(torch.ones(3)))
-    assert not cpu_kernels.usable(torch.ones(3).as_subclass(Wrapped))
-    assert not cpu_kernels.usable(torch.ones(4, 4)[:, :2])
+    ones = torch.ones(3, 4)
+    assert cpu_kernels.usable(ones)
+    assert cpu_kernels.usable(torch.nn.Parameter(ones))
+    assert not cpu_kernels.usable(ones.as_subclass(Wrapped))
+    assert not cpu_kernels.usable(ones[:, :2])
+    assert not cpu_kernels.usable(ones.half())
 
 
 def test_non_contiguous_tensors() -> None:
-    x = torch.randn(130, 70).bfloat16()
+    x, rule, payload = torch.randn(130, 70).bfloat16(), ScaleRule("fp32"), Payload(torch.float32)
     for view in (x.t(), x[::2], x[:, 3:]):
-        for block in BLOCKS:
+        for granularity in GRANULARITIES:
             same(
-                quantize.quantize_blocks(view, E4M3, block, torch.float32),
-                quantize.quantize_blocks(view.contiguous(), E4M3, block, torch.float32),
+                quantize(view, E4M3, granularity, rule, payload),
+                quantize(view.contiguous(), E4M3, granularity, rule, payload),
             )
 
 
@@ -141,15 +336,15 @@ def snr(x: Tensor, quantized: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name, per_tensor, vector, square",  # dB for E4M3 and E5M2, FP32 scales
+    "name, per_tensor, vector, square, mx",  # dB for E4M3 and E5M2, FP32 scales but for MX
     [
-        ("gaussian", (31.5, 25.6), (31.8, 25.8), (31.6, 25.6)),
-        ("student", (31.6, 25.6), (33.1, 27.1), (31.8, 25.8)),
-        ("channels", (31.5, 25.6), (42.0, 36.0), (31.8, 25.6)),
-        ("rows", (31.6, 25.6), (31.8, 25.8), (31.6, 25.6)),
+        ("gaussian", (31.5, 25.6), (31.8, 25.8), (31.6, 25.6), (31.5, 25.5)),
+        ("student", (31.6, 25.6), (33.1, 27.1), (31.8, 25.8), (31.4, 25.5)),
+        ("channels", (31.5, 25.6), (42.0, 36.0), (31.8, 25.6), (31.6, 25.4)),
+        ("rows", (31.6, 25.6), (31.8, 25.8), (31.6, 25.6), (31.6, 25.6)),
     ],
 )
-def test_signal_to_noise(name: str, per_tensor, vector, square) -> None:
+def test_signal_to_noise(name: str, per_tensor, vector, square, mx) -> None:
     torch.manual_seed(0)
     x = torch.randn(1024, 4096)
     if name == "student":
@@ -158,15 +353,17 @@ def test_signal_to_noise(name: str, per_tensor, vector, square) -> None:
         x[:, ::1024] *= 100
     if name == "rows":
         x *= 2.0 ** -(torch.arange(1024) % 21)[:, None]
+    fp32, power_of_two, e8m0 = (ScaleRule(kind) for kind in ("fp32", "power_of_two", "e8m0"))
     for index, fmt in enumerate((E4M3, E5M2)):
-        scale = scale_from_amax(x.abs().max(), fmt.max)
-        got = quantize.quantize_tensor(x, scale, fmt, torch.float32).dequantize()
-        assert snr(x, got) == pytest.approx(per_tensor[index], abs=0.3)
+
+        def got(granularity: Granularity, rule: ScaleRule, fmt: Format = fmt) -> Tensor:
+            return quantize(x, fmt, granularity, rule, Payload(torch.float32)).dequantize()
+
+        whole = got(TENSOR, fp32)
+        assert snr(x, whole) == pytest.approx(per_tensor[index], abs=0.3)
         if name == "rows" and fmt is E4M3:
-            assert (got == 0).float().mean().item() == pytest.approx(0.225, abs=0.005)
-        for block, expected in (((1, 128), vector), ((128, 128), square)):
-            for power_of_two, target in ((False, expected[index]), (True, (31.5, 25.5)[index])):
-                got = quantize.quantize_blocks(
-                    x, fmt, block, torch.float32, power_of_two=power_of_two
-                ).dequantize()
-                assert snr(x, got) == pytest.approx(target, abs=0.3), (block, power_of_two)
+            assert (whole == 0).float().mean().item() == pytest.approx(0.225, abs=0.005)
+        for block, expected in ((BLOCKS[0], vector), (BLOCKS[2], square)):
+            assert snr(x, got(block, fp32)) == pytest.approx(expected[index], abs=0.3)
+            assert snr(x, got(block, power_of_two)) == pytest.approx((31.5, 25.5)[index], abs=0.3)
+        assert snr(x, got(Granularity(1, 32), e8m0)) == pytest.approx(mx[index], abs=0.3)

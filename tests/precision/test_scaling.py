@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8train.config import PrecisionConfig
 from fp8train.precision.delayed import DelayedState
-from fp8train.precision.recipes import FORMATS, ROLES, DelayedScaling, recipe_of
-from fp8train.precision.scaling import FLT_MAX, amax, delayed_scale, scale_from_amax
+from fp8train.precision.recipes import ALL_E4M3, DelayedScaling
+from fp8train.precision.scaling import FLT_MAX, ScaleRule, amax, delayed_scale, scale_from_amax
 
 
 def bits(word: int) -> float:
@@ -80,12 +79,60 @@ def test_amax_ignores_nan_and_sees_inf() -> None:
     assert amax(torch.zeros(0)).item() == 0.0
 
 
+# --- E8M0 ---------------------------------------------------------------------------------------
+
+E8M0_E4M3 = [  # amax, biased exponent
+    (0.0, 0),
+    (2.0**-126, 0),
+    (448 * 2.0**-126, 1),
+    (0.875, 118),
+    (1.0, 119),
+    (1.75, 119),
+    (3.5, 120),
+    (448.0, 127),
+    (480.0, 128),
+    (FLT_MAX, 247),
+    (math.inf, 254),
+]
+E8M0_E5M2 = [(1.0, 112), (57344.0, 127)]
+
+
+@pytest.mark.parametrize(
+    "value, largest, exponent",
+    [(v, 448.0, e) for v, e in E8M0_E4M3] + [(v, 57344.0, e) for v, e in E8M0_E5M2],
+)
+def test_e8m0(value: float, largest: float, exponent: int) -> None:
+    scale, scale_inv = ScaleRule("e8m0").scales(torch.tensor([value]), largest)
+    assert scale_inv.item() == 2.0 ** (exponent - 127)
+    assert scale.item() == 2.0 ** (127 - exponent)
+
+
+def test_e8m0_by_exact_arithmetic() -> None:
+    """Over random amaxes: the smallest power of two not below amax · fp32(1/448)."""
+    bits = np.random.default_rng(0).integers(0, 0x7F800000, 20_000, dtype=np.int32)
+    amaxes = bits.view(np.float32)
+    product = amaxes * (np.float32(1) / np.float32(448))
+    mantissa, exponent = np.frexp(product.astype(np.float64))
+    up = np.where(mantissa == 0.5, exponent - 1, exponent).astype(np.float64)
+    expected = np.where(product == 0, -127.0, np.clip(up, -127, 127))
+    _, scale_inv = ScaleRule("e8m0").scales(torch.from_numpy(amaxes), 448.0)
+    np.testing.assert_array_equal(np.log2(scale_inv.double().numpy()), expected)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "power_of_two", "e8m0"])
+def test_a_margin_leaves_room(kind: str) -> None:
+    for margin in (0, 3):
+        scale, _ = ScaleRule(kind, margin).scales(torch.tensor([0.5, 3.0, 1e-20]), 448.0)
+        top = scale * torch.tensor([0.5, 3.0, 1e-20])
+        assert (top <= 448.001 * 2.0**-margin).all() and (top > 223 * 2.0**-margin).all()
+
+
 # --- delayed scaling's history -----------------------------------------------------------------
 
 
 def state(length: int, compute: str = "max") -> DelayedState:
-    recipe = DelayedScaling(FORMATS["e4m3"], history_length=length, amax_compute=compute)
-    return DelayedState(["layer"], recipe, torch.device("cpu"))
+    recipe = DelayedScaling(ALL_E4M3, history_length=length, amax_compute=compute)
+    return DelayedState({"layer": recipe}, torch.device("cpu"))
 
 
 def feed(delayed: DelayedState, amaxes: list[float]) -> list[float]:
@@ -129,10 +176,3 @@ def test_micro_batches_count_by_their_maximum_and_a_skipped_step_by_nothing() ->
     delayed.discard()
     delayed.roll()
     assert delayed.scale.tolist() == [1.0, 56.0, 1.0]
-
-
-def test_recipes_from_the_configuration() -> None:
-    assert recipe_of(PrecisionConfig(recipe="bf16")) is None
-    delayed = recipe_of(PrecisionConfig(recipe="fp8_delayed", margin=1, amax_history_length=16))
-    assert delayed == DelayedScaling(FORMATS["hybrid"], 1, False, 16, "max")
-    assert [FORMATS["hybrid"].of(role).name for role in ROLES] == ["E4M3", "E4M3", "E5M2"]

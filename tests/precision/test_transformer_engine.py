@@ -24,26 +24,34 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8train.config import ConfigError
+from fp8train.precision.backends.protocol import Job, replace
+from fp8train.precision.backends.support import TABLE
 from fp8train.precision.backends.transformer_engine import (
+    QUESTIONS,
     SLOTS,
     DelayedHistories,
     Engine,
     Region,
-    refusal,
+    TransformerEngine,
+    check_recipe,
     take_over,
-    te_recipe,
+    unavailable,
 )
-from fp8train.precision.convert import replace
+from fp8train.precision.plan import LayerPlan
 from fp8train.precision.recipes import (
-    FORMATS,
+    ALL_E2M1,
+    ALL_E4M3,
+    HYBRID,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    MXScaling,
+    NVFP4Scaling,
     Recipe,
 )
 from tests.ranks import on_ranks
 
-HYBRID, E4M3 = FORMATS["hybrid"], FORMATS["e4m3"]
+E4M3 = ALL_E4M3
 
 
 # --- TE's own source: the Python files of its wheel, which import nothing of CUDA -------------
@@ -72,13 +80,28 @@ def told(recipe):
     fields = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax",
               "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
     facts = {field: getattr(recipe, field) for field in fields if hasattr(recipe, field)}
-    quantizers = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-    power_of_two = [getattr(recipe, q).power_2_scale for q in quantizers if hasattr(recipe, q)]
+    roles = ("fwd_inp", "fwd_weight", "bwd_grad")
+    names = [f"fp8_quant_{role}" for role in roles if hasattr(recipe, f"fp8_quant_{role}")]
+    power_of_two = [getattr(recipe, name).power_2_scale for name in names]
+    if hasattr(recipe, "fp4_quant_fwd_inp"):
+        fp4 = [getattr(recipe, f"fp4_quant_{role}") for role in roles]
+        facts["hadamard"] = [quantizer.random_hadamard_transform for quantizer in fp4]
+        facts["stochastic"] = [quantizer.stochastic_rounding for quantizer in fp4]
+        facts["square"] = [quantizer.fp4_2d_quantization for quantizer in fp4]
+    for name in ("enable_2d_quantization", "row_scaled_activation", "nvfp4_4over6"):
+        if getattr(recipe, name, None) not in (None, False, "none"):
+            facts[name] = getattr(recipe, name)
+    if getattr(recipe, "backward_override", None) is not None:
+        facts["backward_override"] = recipe.backward_override
     return [type(recipe).__name__, recipe.fp8_format.name, power_of_two, facts]
 
 for flag in "01":
     os.environ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] = flag
     os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = flag
+    for what in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION"):
+        os.environ["NVTE_NVFP4_DISABLE_" + what] = flag
+    os.environ["NVTE_NVFP4_ROW_SCALED_ACTIVATION"] = flag
+    os.environ["NVTE_NVFP4_4OVER6"] = ("none", "all")[int(flag)]
     importlib.reload(recipes)
     default = recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()
     print(json.dumps([told(recipe)[2] for recipe in default]))
@@ -91,7 +114,18 @@ MAPPED: list[Recipe] = [
     CurrentScaling(E4M3, power_of_two=True),
     BlockScaling(E4M3),
     BlockScaling(HYBRID),
+    BlockScaling(E4M3, power_of_two=False),
+    MXScaling(),
+    MXScaling(HYBRID),
+    NVFP4Scaling(),
+    NVFP4Scaling(hadamard=False, stochastic=frozenset()),
 ]
+NVFP4 = {
+    "hadamard": [True, False, True],
+    "stochastic": [False, False, True],
+    "square": [False, True, False],
+}
+PLAIN_NVFP4 = NVFP4 | {"hadamard": [False] * 3, "stochastic": [False] * 3}
 BLOCKS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 
 
@@ -127,6 +161,11 @@ def test_recipes_in_transformer_engines_words(wheel: Path, repo: Path) -> None:
         ["Float8CurrentScaling", "E4M3", [True] * 3, {}],
         ["Float8BlockScaling", "E4M3", [True] * 3, BLOCKS],
         ["Float8BlockScaling", "HYBRID", [True] * 3, BLOCKS],
+        ["Float8BlockScaling", "E4M3", [False] * 3, BLOCKS],
+        ["MXFP8BlockScaling", "E4M3", [], {"margin": 0}],
+        ["MXFP8BlockScaling", "HYBRID", [], {"margin": 0}],
+        ["NVFP4BlockScaling", "E4M3", [], NVFP4],
+        ["NVFP4BlockScaling", "E4M3", [], PLAIN_NVFP4],
     ]
 
 
@@ -156,10 +195,10 @@ def test_the_calls_that_we_make_exist(wheel: Path) -> None:
     quantization = te / "quantization.py"
     autocast = definition(quantization, "autocast", "__init__")
     assert {"enabled", "recipe"} < set(parameters(autocast))
-    for name in ("is_fp8_available", "is_fp8_block_scaling_available"):
+    for name in set(QUESTIONS.values()):
         assert parameters(definition(quantization, name)) == ["return_reason"]
     exported = (te / "__init__.py").read_text()
-    for name in ("Linear", "autocast", "is_fp8_available", "is_fp8_block_scaling_available"):
+    for name in ("Linear", "autocast", *QUESTIONS.values()):
         assert f"import {name}\n" in exported
     roles = ast.unparse(definition(te / "module" / "linear.py", "Linear", "get_quantizer_roles"))
     forward, backward = (part.split("]")[0] for part in roles.split("base = [")[1:])
@@ -201,51 +240,59 @@ except ConfigError as error:
     [
         (CurrentScaling(HYBRID, margin=1), "precision.margin=1"),
         (BlockScaling(E4M3, margin=-2), "precision.margin=-2"),
+        (MXScaling(margin=1), "precision.margin=1"),
+        (NVFP4Scaling(margin=1), "precision.margin=1"),
         (DelayedScaling(HYBRID, power_of_two=True), "precision.power_of_two_scales=true"),
+        (MXScaling(stochastic=frozenset({"input"})), "precision.stochastic_rounding=['input']"),
+        (
+            NVFP4Scaling(stochastic=frozenset({"input", "grad_output"})),
+            "precision.stochastic_rounding=['grad_output', 'input']",
+        ),
+        (CurrentScaling(ALL_E2M1), "precision.formats: "),
+        (NVFP4Scaling(ALL_E4M3), "precision.formats: "),
     ],
 )
 def test_options_that_transformer_engine_lacks(recipe: Recipe, key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        te_recipe(recipe, FakeRecipes)
+        check_recipe("fp8_current", recipe)
     message = str(error.value)
     assert message.startswith(key)
     assert "precision.backend=emulated" in message
     assert "\n" not in message
 
 
+def test_options_that_transformer_engine_has() -> None:
+    for recipe in MAPPED:
+        check_recipe("fp8_current", recipe)
+    assert set(QUESTIONS) == set(TABLE["transformer_engine"])
+
+
 NO_FP8 = "Device compute capability 8.9 or higher required for FP8 execution."
 NO_BLOCKS = "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."
 
 
-def engine_on(fp8: bool, block: bool) -> Engine:
-    """TE's two questions to the GPU, answered in its words."""
-    te = SimpleNamespace(
-        is_fp8_available=lambda return_reason: (fp8, "" if fp8 else NO_FP8),
-        is_fp8_block_scaling_available=lambda return_reason: (block, "" if block else NO_BLOCKS),
-    )
-    return Engine(te, FakeRecipes)
+def test_transformer_engines_own_word_on_the_gpu() -> None:
+    """Its questions, answered as on an Ada GPU."""
+    answers = {
+        "is_fp8_available": (True, ""),
+        "is_fp8_block_scaling_available": (False, NO_BLOCKS),
+        "is_mxfp8_available": (False, NO_FP8),
+        "is_nvfp4_available": (True, ""),
+    }
 
+    def question(name: str) -> Callable[..., tuple[bool, str]]:
+        return lambda return_reason: answers[name]
 
-def test_refusals_by_hardware() -> None:
-    ampere, ada, hopper = engine_on(False, False), engine_on(True, False), engine_on(True, True)
-    for recipe in ("fp8_delayed", "fp8_current", "fp8_block"):
-        assert refusal(recipe, (9, 0), hopper) is None
-        line = refusal(recipe, (8, 0), ampere)
-        assert line is not None
-        assert f"transformer_engine does not run {recipe} on this GPU" in line
-        assert "capability 8.0: Device compute capability 8.9" in line
-        assert line.endswith("; use precision.backend=emulated")
-    assert refusal("fp8_current", (8, 9), ada) is None
-    assert refusal("fp8_block", (8, 9), ada) == (
-        "precision.backend=transformer_engine does not run fp8_block on this GPU of compute "
-        "capability 8.9: FP8 block scaled GEMM requires compute capability 9.0 or higher and "
-        "CUDA >= 12.9; here it runs fp8_delayed, fp8_current; or use precision.backend=emulated"
-    )
+    te = SimpleNamespace(**{name: question(name) for name in answers})
+    assert unavailable(Engine(te, FakeRecipes)) == {"fp8_block": NO_BLOCKS, "mxfp8": NO_FP8}
 
 
 def test_a_size_that_fp8_gemms_do_not_take_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers\.0\.up is 24×16, .* multiples of 16"):
         take_over("layers.0.up", nn.Linear(16, 24), Region(CurrentScaling(HYBRID), fake_engine()))
+    take_over("layers.0.up", nn.Linear(16, 48), Region(NVFP4Scaling(), fake_engine()))
+    with pytest.raises(ConfigError, match=r"layers\.0\.up is 48×16, .* multiples of 32"):
+        take_over("layers.0.up", nn.Linear(16, 48), Region(MXScaling(), fake_engine()))
 
 
 # --- the layer, on a stand-in for TE ----------------------------------------------------------
@@ -258,6 +305,8 @@ class FakeRecipes:
     DelayedScaling = staticmethod(lambda **options: SimpleNamespace(delayed=True))
     Float8CurrentScaling = staticmethod(lambda **options: SimpleNamespace(delayed=False))
     Float8BlockScaling = staticmethod(lambda **options: SimpleNamespace(delayed=False))
+    MXFP8BlockScaling = staticmethod(lambda **options: SimpleNamespace(delayed=False))
+    NVFP4BlockScaling = staticmethod(lambda **options: SimpleNamespace(delayed=False))
     QParams = staticmethod(lambda **options: SimpleNamespace(**options))
 
 
@@ -470,6 +519,23 @@ def test_a_layer_alone_enters_the_region_itself() -> None:
     assert torch.equal(layer(x), plain(x))
     assert type(layer) is type(take_over("down", nn.Linear(64, 32, bias=False), region))
     assert State.depth == 0
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), MXScaling()])
+def test_the_backend_installs_its_layers(recipe: Recipe) -> None:
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    names = [name for name, module in model.named_modules() if name.endswith("_proj")]
+    job = Job(model, {name: LayerPlan("x", recipe) for name in names}, torch.device("cpu"))
+    installed = TransformerEngine(fake_engine()).install(job)
+    assert all(isinstance(model.get_submodule(name), FakeLinear) for name in names)
+    assert isinstance(installed.delayed, DelayedHistories) == isinstance(recipe, DelayedScaling)
+    assert installed.numerics == {}
+    tokens = torch.randint(16, (2, 8))
+    assert torch.equal(model(tokens), plain(tokens))
+    assert State.forward_updates == 1  # one region around the whole forward
+    if installed.delayed is not None:
+        assert len(installed.delayed.state_dict()) == 2 * 3 * len(names)
 
 
 def test_a_failed_forward_leaves_the_region() -> None:

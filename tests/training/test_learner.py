@@ -14,7 +14,7 @@ from fp8train.data.dataset import PreparedData
 from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
 from fp8train.precision.delayed import DelayedState
-from fp8train.precision.recipes import FORMATS, DelayedScaling
+from fp8train.precision.recipes import NAMED, DelayedScaling
 from fp8train.training.checkpoint import Progress, load, save
 from fp8train.training.learner import Learner
 from tests.ranks import on_ranks
@@ -23,6 +23,13 @@ CPU = torch.device("cpu")
 
 
 def learner(**optimizer: Any) -> Learner:
+    config = small_config()
+    for key, value in optimizer.items():
+        setattr(config.optimizer, key, value)
+    return learner_of(config, Progress())
+
+
+def small_config() -> Config:
     config = Config()
     config.model = ModelConfig(
         name="small",
@@ -37,15 +44,17 @@ def learner(**optimizer: Any) -> Learner:
     config.trainer.sequence_length, config.trainer.global_batch_size = 16, 8
     config.trainer.micro_batch_size, config.trainer.validation_samples = 2, 4
     config.schedule.warmup_steps = 0
-    for key, value in optimizer.items():
-        setattr(config.optimizer, key, value)
+    return config
+
+
+def learner_of(config: Config, progress: Progress) -> Learner:
     tokens = np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint16)
     data = PreparedData.__new__(PreparedData)  # the two arrays are all that a learner reads
     object.__setattr__(data, "train", tokens)
     object.__setattr__(data, "validation", tokens[:200])
     model, conversion = precise_model(config, CPU)
     parallel = parallelize(model, conversion, config, CPU)
-    return Learner(config, Ranks.from_environment(), CPU, data, Progress(), parallel)
+    return Learner(config, Ranks.from_environment(), CPU, data, progress, parallel)
 
 
 def tensors(of: Learner) -> list[torch.Tensor]:
@@ -55,8 +64,8 @@ def tensors(of: Learner) -> list[torch.Tensor]:
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]
     local = [p.to_local() if isinstance(p, DTensor) else p for p in found]
     delayed = of.parallel.conversion.delayed
-    assert isinstance(delayed, DelayedState)
-    return [t.detach().clone() for t in (*local, delayed.scale, delayed.history)]
+    state = [delayed.scale, delayed.history] if isinstance(delayed, DelayedState) else []
+    return [t.detach().clone() for t in (*local, *state)]
 
 
 def steps(folder: Path) -> dict[str, Any]:
@@ -97,8 +106,8 @@ def steps(folder: Path) -> dict[str, Any]:
     seen["settings"] = group["weight_decay"], tuple(group["betas"]), group["eps"]
 
     # An amax that one rank alone saw counts on all.
-    recipe = DelayedScaling(FORMATS["e4m3"], history_length=4)
-    shared = DelayedState(["layer"], recipe, CPU)
+    recipe = DelayedScaling(NAMED["e4m3"], history_length=4)
+    shared = DelayedState({"layer": recipe}, CPU)
     shared.stage(0, torch.tensor(1.0 + dist.get_rank()))
     shared.roll(dist.group.WORLD)
     seen["amax"] = 448.0 / shared.scale[0].item()

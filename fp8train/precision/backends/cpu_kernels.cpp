@@ -1,19 +1,55 @@
-// The quantisers of the emulated backend in one pass over memory. Plain C++ without torch's
-// headers, so that it compiles in a second; cpu_kernels.py builds and loads it.
+// The quantisers of the emulated backend in as few passes over memory as they need. Plain C++
+// without torch's headers, so that it compiles in seconds; cpu_kernels.py builds and loads it.
 //
-// Numbers are held to fp8train/precision/formats.py and scaling.py bit for bit. That needs IEEE
-// arithmetic: no -ffast-math, no contraction of a multiply and an add.
+// Numbers are held to formats.py, scaling.py, nvfp4.py and philox.py of fp8train/precision bit for
+// bit. That needs IEEE arithmetic: no -ffast-math, no contraction of a multiply and an add.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 namespace {
 
+// ---- What Python hands over; cpu_kernels.py has the same fields.
+
 struct bf16 {
   uint16_t bits;
 };
+
+struct Matrix {
+  void* data;
+  int64_t rows, columns;
+  int32_t is_bf16;  // or float
+};
+
+struct Format {
+  float max;
+  int32_t mantissa_bits, min_exponent, signed_zero;
+};
+
+struct Rule {
+  int32_t kind;  // index into with_rule
+  float first, second;
+};
+
+struct Copy {
+  Matrix out;
+  float *scale, *scale_inv;  // one a block; scale may be null where it is computed
+  int64_t block_rows, block_columns;
+  int32_t fold;  // multiply values by scale_inv
+
+  int64_t across() const { return (out.columns + block_columns - 1) / block_columns; }
+};
+
+struct Draw {
+  uint64_t key, tick;
+  int64_t row_offset, column_offset;
+};
+
+// ---- Elements
 
 inline uint32_t bits_of(float x) {
   uint32_t u;
@@ -25,146 +61,493 @@ inline float from_bits(uint32_t u) {
   std::memcpy(&x, &u, 4);
   return x;
 }
-inline float load(const float* p) { return *p; }
-inline float load(const bf16* p) { return from_bits(uint32_t(p->bits) << 16); }
-inline void store(float* p, float x) { *p = x; }
-// To nearest even. Grid values are exact; one times a scale may not be, below 2^-126.
-inline void store(bf16* p, float x) {
+inline float load(float x) { return x; }
+inline float load(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
+
+// To nearest even, or, where the caller knows that x is exact or a quiet NaN, by cutting it off.
+template <bool exact>
+inline void store(float& to, float x) {
+  to = x;
+}
+template <bool exact>
+inline void store(bf16& to, float x) {
   const uint32_t u = bits_of(x);
   const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   const bool is_nan = (u & 0x7FFFFFFFu) > 0x7F800000u;
-  p->bits = uint16_t(is_nan ? (u >> 16) | 0x40u : rounded);
+  to.bits = uint16_t(exact ? u >> 16 : is_nan ? (u >> 16) | 0x40u : rounded);
 }
+
+// |x| as an integer that orders like the number; NaN counts as zero. Of integers: themselves.
+inline uint32_t magnitude(float x) {
+  const uint32_t m = bits_of(x) & 0x7FFFFFFFu;
+  return m > 0x7F800000u ? 0u : m;
+}
+inline uint16_t magnitude(bf16 x) {
+  const uint16_t m = x.bits & 0x7FFFu;
+  return m > 0x7F80u ? uint16_t(0) : m;
+}
+inline uint32_t magnitude(uint32_t m) { return m; }
+inline uint16_t magnitude(uint16_t m) { return m; }
+inline float value(uint32_t m) { return from_bits(m); }
+inline float value(uint16_t m) { return from_bits(uint32_t(m) << 16); }
+template <class T>
+using Word = decltype(magnitude(T{}));
+
+// ---- Rounding to a format's grid; see formats.round_to_grid.
 
 struct Grid {
   float max;
-  uint32_t shift;         // 23 - mantissa bits
-  uint32_t min_exponent;  // biased
+  uint32_t mantissa_bits;
+  uint32_t least;  // the smallest normal exponent, in place
+  float plus;      // added to the result: −0 changes nothing, +0 makes −0 a +0
 
-  // Multiply, saturate, round to nearest even; see formats.round_to_grid.
-  inline float operator()(float x, float scale) const {
-    float y = x * scale;
-    y = y > max ? max : y;
-    y = y < -max ? -max : y;
-    const uint32_t u = bits_of(y);
-    uint32_t e = (u >> 23) & 0xFF;
-    e = e < min_exponent ? min_exponent : e;
-    const float magic = from_bits(((e + shift) << 23) | 0x400000u);
-    const float r = (y + magic) - magic;
-    return from_bits((bits_of(r) & 0x7FFFFFFFu) | (u & 0x80000000u));
+  explicit Grid(const Format& f)
+      : max(f.max), mantissa_bits(f.mantissa_bits), least(uint32_t(f.min_exponent + 127) << 23),
+        plus(f.signed_zero ? -0.0f : 0.0f) {}
+
+  float clamped(float y) const {
+    const float a = std::fabs(y);
+    return a > max ? max : a;  // NaN stays
+  }
+  uint32_t exponent(float a) const { return std::max(bits_of(a) & 0x7F800000u, least); }
+  float finish(float a, float sign_of) const {
+    return from_bits(bits_of(a) | (bits_of(sign_of) & 0x80000000u)) + plus;
+  }
+
+  float nearest(float y) const {
+    const float a = clamped(y);
+    const float magic = from_bits(exponent(a) + ((23 - mantissa_bits) << 23 | 0x400000u));
+    return finish((a + magic) - magic, y);
+  }
+  float stochastic(float y, int32_t noise) const {
+    const float a = clamped(y);
+    const uint32_t e = exponent(a), m = mantissa_bits << 23;
+    const float t = a * from_bits((254u << 23) + m - e), whole = std::floor(t);
+    const float rest = t - whole, part = rest >= 0 ? rest : 0.0f;  // NaN must not become an int
+    const int32_t threshold = int32_t(std::ceil(part * 0x1p25f));
+    return finish((whole + (2 * noise + 1 < threshold ? 1.0f : 0.0f)) * from_bits(e - m), y);
   }
 };
 
-// |x| as an integer that orders like the float; NaN counts as zero.
-inline uint32_t magnitude(float x) {
-  const uint32_t u = bits_of(x) & 0x7FFFFFFFu;
-  return u > 0x7F800000u ? 0u : u;
+// ---- Scales: one functor a rule, amax → (scale, scale_inv); see scaling.py and nvfp4.py.
+
+struct Scale {
+  float up, down;
+};
+
+struct Fp32 {
+  float target, overflow;
+  float scale(float amax) const {
+    const float s = target / amax;
+    const float held = s > FLT_MAX ? overflow : s < FLT_MIN ? FLT_MIN : s;
+    return amax == 0 || amax > FLT_MAX ? 1.0f : held;
+  }
+  Scale operator()(float amax) const { return {scale(amax), 1.0f / scale(amax)}; }
+};
+
+struct PowerOfTwo {
+  Fp32 exact;
+  Scale operator()(float amax) const {
+    const float s = from_bits(bits_of(exact.scale(amax)) & 0x7F800000u);
+    return {s, 1.0f / s};
+  }
+};
+
+struct E8M0 {
+  float gain, inverse_max;
+  static float decode(int32_t e) { return from_bits(e == 0 ? 0x400000u : uint32_t(e) << 23); }
+  Scale operator()(float amax) const {
+    const int32_t bits = int32_t(bits_of(amax * gain * inverse_max));
+    const int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
+    const int32_t bound = exponent == 0 ? 0x400000 : 0;  // 2^-127 is no normal number
+    const int32_t e = std::min(exponent + int32_t(mantissa > bound), 254);
+    return {decode(254 - e), decode(e)};
+  }
+};
+
+struct NVFP4 {
+  float encode_sixth, decode;
+  Scale operator()(float amax) const {
+    const float d = Grid({448.0f, 3, -6, 1}).nearest(amax * encode_sixth);
+    const float s = 1.0f / (d * decode);
+    return {s > FLT_MAX ? FLT_MAX : s, d};
+  }
+};
+
+template <class F>
+void with_rule(const Rule& rule, F run) {
+  if (rule.kind == 0) run(Fp32{rule.first, rule.second});
+  if (rule.kind == 1) run(PowerOfTwo{{rule.first, rule.second}});
+  if (rule.kind == 2) run(E8M0{rule.first, rule.second});
+  if (rule.kind == 3) run(NVFP4{rule.first, rule.second});
 }
 
-struct Scaling {
-  float numerator;  // max * 2^-margin
-  float overflow;
-  int power_of_two;
+void scales_of(const Rule& rule, const float* amax, int64_t n, float* up, float* down) {
+  with_rule(rule, [&](auto scaling) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      const Scale s = scaling(amax[i]);
+      up[i] = s.up, down[i] = s.down;
+    }
+  });
+}
 
-  inline float operator()(uint32_t amax_bits) const {
-    const float amax = from_bits(amax_bits);
-    if (amax == 0.0f || amax_bits == 0x7F800000u) return 1.0f;
-    float scale = numerator / amax;
-    if (std::isinf(scale)) scale = overflow;
-    if (scale < FLT_MIN) scale = FLT_MIN;  // a large margin
-    return power_of_two ? from_bits(bits_of(scale) & 0x7F800000u) : scale;
-  }
-};
+// ---- Amaxes
 
-template <typename In>
-float amax(const In* x, int64_t n) {
-  uint32_t result = 0;
-#pragma omp parallel for simd reduction(max : result) schedule(static) if (parallel : n > 65536)
+template <class T>
+void max_into(const T* x, int64_t n, Word<T>* most) {
+#pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t m = magnitude(load(x + i));
-    result = m > result ? m : result;
+    const Word<T> m = magnitude(x[i]), old = most[i];  // std::max's references keep it scalar
+    most[i] = m > old ? m : old;
   }
-  return from_bits(result);
 }
 
-template <typename In, typename Out>
-void quantize(const In* x, Out* out, int64_t n, float scale, Grid grid) {
-#pragma omp parallel for simd schedule(static) if (parallel : n > 65536)
-  for (int64_t i = 0; i < n; ++i) store(out + i, grid(load(x + i), scale));
+template <class T>
+inline Word<T> span_max(const T* x, int64_t n) {
+  Word<T> most = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < n; ++i) most = std::max(most, magnitude(x[i]));
+  return most;
 }
 
-// Blocks of block_rows x block_cols. A strip of block_rows rows at a time: the amax of each
-// column, the maximum over each group of columns, one scale a group, then the strip's elements.
-template <typename In, typename Out>
-void quantize_blocks(const In* x, Out* out, float* scale_inv, int64_t rows, int64_t cols,
-                     int64_t block_rows, int64_t block_cols, Grid grid, Scaling scaling,
-                     int dequantize) {
-  const int64_t strips = (rows + block_rows - 1) / block_rows;
-  const int64_t groups = (cols + block_cols - 1) / block_cols;
-#pragma omp parallel if (rows * cols > 65536)
+// The largest magnitude in each group of `size`, the last may be short.
+template <class T>
+void group_max(const T* x, int64_t n, int64_t size, float* most) {
+  if (size == 1) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) most[i] = value(magnitude(x[i]));
+    return;
+  }
+  for (int64_t i = 0; i < n; i += size, ++most) {
+    const T* from = x + i;
+    const int64_t length = std::min(size, n - i);
+    *most = value(length == 16 ? span_max(from, 16)  // a constant length makes a better loop
+                  : length == 32 ? span_max(from, 32)
+                  : length == 128 ? span_max(from, 128)
+                                  : span_max(from, length));
+  }
+}
+
+// ---- Philox4x32-10; see philox.py.
+
+constexpr int LANES = 16;
+
+// The noise of n elements of a row from `column` on; `buffer` has room for n + 4 · (LANES + 1).
+const int32_t* draw_row(const Draw& draw, int64_t row, int64_t column, int64_t n, int32_t* buffer) {
+  const int64_t start = draw.column_offset + column, first = start / 4;
+  for (int64_t block = first; 4 * block < start + n; block += LANES) {
+    uint32_t x0[LANES], x1[LANES], x2[LANES], x3[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      x0[l] = uint32_t(block + l), x1[l] = uint32_t(draw.row_offset + row);
+      x2[l] = uint32_t(draw.tick), x3[l] = uint32_t(draw.tick >> 32);
+    }
+    for (uint32_t i = 0; i < 10; ++i) {
+      const uint32_t k0 = uint32_t(draw.key) + i * 0x9E3779B9u;
+      const uint32_t k1 = uint32_t(draw.key >> 32) + i * 0xBB67AE85u;
+#pragma omp simd
+      for (int l = 0; l < LANES; ++l) {
+        const uint64_t low = uint64_t(x0[l]) * 0xD2511F53u, high = uint64_t(x2[l]) * 0xCD9E8D57u;
+        x0[l] = uint32_t(high >> 32) ^ x1[l] ^ k0, x1[l] = uint32_t(high);
+        x2[l] = uint32_t(low >> 32) ^ x3[l] ^ k1, x3[l] = uint32_t(low);
+      }
+    }
+    int32_t* to = buffer + 4 * (block - first);
+    for (int l = 0; l < LANES; ++l) {
+      to[4 * l] = int32_t(x0[l] >> 8), to[4 * l + 1] = int32_t(x1[l] >> 8);
+      to[4 * l + 2] = int32_t(x2[l] >> 8), to[4 * l + 3] = int32_t(x3[l] >> 8);
+    }
+  }
+  return buffer + (start - 4 * first);
+}
+
+// ---- Casts
+
+constexpr int64_t WIDTH = 1024;  // columns cast at a time
+
+struct Region {
+  int64_t row, rows, column, columns;
+};
+
+// The scales of a region's blocks, whose first block begins where the region does.
+struct Scales {
+  const float *up, *down;
+  int64_t stride;
+};
+
+// What one thread works with.
+template <class T>
+struct Scratch {
+  std::vector<Word<T>> words;
+  std::vector<float> amax, up, down;
+  float ones[WIDTH], wide_up[WIDTH], wide_down[WIDTH];
+  int32_t noise[WIDTH + 4 * (LANES + 1)];
+  Scratch() { std::fill(ones, ones + WIDTH, 1.0f); }
+};
+
+// One value a group → one an element, for the n elements from `first` on.
+void widen(const float* per_group, int64_t size, int64_t first, int64_t n, float* wide) {
+  for (int64_t i = 0, g = first / size; i < n; ++g) {
+    const int64_t end = std::min(n, (g + 1) * size - first);
+    const float v = per_group[g];
+    for (; i + 16 <= end; i += 16) {
+      for (int j = 0; j < 16; ++j) wide[i + j] = v;
+    }
+    for (; i < end; ++i) wide[i] = v;
+  }
+}
+
+// EXACT is NEAREST where the output type holds every result, so that storing needs no rounding.
+enum class Rounding { EXACT, NEAREST, STOCHASTIC };
+
+template <Rounding rounding, class In, class Out>
+void cast_row(const In* x, Out* out, int64_t n, const float* up, const float* down,
+              const int32_t* noise, Grid grid) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const float y = load(x[i]) * up[i];
+    float q;
+    if constexpr (rounding == Rounding::STOCHASTIC) {
+      q = grid.stochastic(y, noise[i]);
+    } else {
+      q = grid.nearest(y);
+    }
+    store<rounding == Rounding::EXACT>(out[i], q * down[i]);
+  }
+}
+
+template <Rounding rounding, class In, class Out>
+void cast_rows(const Matrix& x, const Copy& copy, const Region& at, Scales scales, const Grid& grid,
+               const Draw* draw, Scratch<In>& scratch) {
+  for (int64_t c = 0; c < at.columns; c += WIDTH) {
+    const int64_t n = std::min(WIDTH, at.columns - c), begin = at.column + c;
+    const float *up = nullptr, *down = nullptr;
+    for (int64_t row = at.row; row < at.row + at.rows; ++row) {
+      if (row == at.row || row % copy.block_rows == 0) {
+        const int64_t first = (row / copy.block_rows - at.row / copy.block_rows) * scales.stride;
+        up = scales.up + first + c, down = scales.down + first + c;
+        if (copy.block_columns > 1) {
+          widen(scales.up + first, copy.block_columns, c, n, scratch.wide_up);
+          if (copy.fold) widen(scales.down + first, copy.block_columns, c, n, scratch.wide_down);
+          up = scratch.wide_up, down = scratch.wide_down;
+        }
+        if (!copy.fold) down = scratch.ones;
+      }
+      const int64_t from = row * x.columns + begin;
+      const int32_t* noise = nullptr;
+      if (rounding == Rounding::STOCHASTIC) noise = draw_row(*draw, row, begin, n, scratch.noise);
+      cast_row<rounding>(static_cast<const In*>(x.data) + from,
+                         static_cast<Out*>(copy.out.data) + from, n, up, down, noise, grid);
+    }
+  }
+}
+
+// Whether BF16 holds any grid value times any of these scales: at most four bits times four, and
+// its last bit not below BF16's.
+bool products_exact(const float* down, int64_t n, const Format& format) {
+  const float least = 0x1p-133f / std::ldexp(1.0f, format.min_exponent - format.mantissa_bits);
+  uint32_t bad = 0;
+#pragma omp simd reduction(| : bad)
+  for (int64_t i = 0; i < n; ++i) {
+    bad |= uint32_t((bits_of(down[i]) & 0xFFFFFu) != 0 || (down[i] < least && down[i] != 0));
+  }
+  return bad == 0;
+}
+
+template <class In, class Out>
+void cast_region(const Matrix& x, const Copy& copy, const Region& at, Scales scales, bool exact,
+                 const Format& format, const Draw* draw, Scratch<In>& scratch) {
+  const Grid grid(format);
+  if (draw) {
+    cast_rows<Rounding::STOCHASTIC, In, Out>(x, copy, at, scales, grid, draw, scratch);
+  } else if (exact || sizeof(Out) == 4) {
+    cast_rows<Rounding::EXACT, In, Out>(x, copy, at, scales, grid, draw, scratch);
+  } else {
+    cast_rows<Rounding::NEAREST, In, Out>(x, copy, at, scales, grid, draw, scratch);
+  }
+}
+
+bool is_large(const Matrix& x) { return x.rows * x.columns > 65536; }
+
+// All of x with the scales that the copy holds.
+template <class In, class Out>
+void cast_all(const Matrix& x, const Copy& copy, const Format& format, const Draw* draw) {
+  constexpr int64_t height = 16;
+  const int64_t across = copy.across(), down = (x.rows + copy.block_rows - 1) / copy.block_rows;
+  const bool exact = !copy.fold || products_exact(copy.scale_inv, across * down, format);
+  const int64_t strips = (x.rows + height - 1) / height;
+#pragma omp parallel if (is_large(x))
   {
-    std::vector<uint32_t> column_amax(cols);
-    std::vector<float> scale(cols), back(cols);
+    Scratch<In> scratch;
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < strips; ++s) {
-      const int64_t first = s * block_rows;
-      const int64_t last = first + block_rows < rows ? first + block_rows : rows;
-      std::memset(column_amax.data(), 0, cols * sizeof(uint32_t));
-      uint32_t* const a = column_amax.data();
-      for (int64_t r = first; r < last; ++r) {
-        const In* row = x + r * cols;
-#pragma omp simd
-        for (int64_t c = 0; c < cols; ++c) {
-          const uint32_t m = magnitude(load(row + c));
-          a[c] = m > a[c] ? m : a[c];
+      const int64_t row = s * height, first = row / copy.block_rows * across;
+      const Region at{row, std::min(height, x.rows - row), 0, x.columns};
+      cast_region<In, Out>(x, copy, at, {copy.scale + first, copy.scale_inv + first, across}, exact,
+                           format, draw, scratch);
+    }
+  }
+}
+
+// Amaxes, scales and values of a region that begins at a block's corner.
+template <class In, class Out>
+void quantize_region(const Matrix& x, const Copy& copy, const Region& at, const Rule& rule,
+                     const Format& format, const Draw* draw, Scratch<In>& scratch) {
+  const int64_t groups = (at.columns + copy.block_columns - 1) / copy.block_columns;
+  const int64_t blocks = (at.rows + copy.block_rows - 1) / copy.block_rows, n = blocks * groups;
+  scratch.amax.resize(n), scratch.up.resize(n), scratch.down.resize(n);
+  const In* data = static_cast<const In*>(x.data) + at.row * x.columns + at.column;
+  for (int64_t b = 0; b < blocks; ++b) {
+    float* const amax = scratch.amax.data() + b * groups;
+    const int64_t first = b * copy.block_rows, last = std::min(first + copy.block_rows, at.rows);
+    if (last - first == 1) {
+      group_max(data + first * x.columns, at.columns, copy.block_columns, amax);
+      continue;
+    }
+    scratch.words.assign(at.columns, 0);
+    for (int64_t r = first; r < last; ++r) {
+      max_into(data + r * x.columns, at.columns, scratch.words.data());
+    }
+    group_max(scratch.words.data(), at.columns, copy.block_columns, amax);
+  }
+  float *const up = scratch.up.data(), *const down = scratch.down.data();
+  scales_of(rule, scratch.amax.data(), n, up, down);
+  for (int64_t b = 0; b < blocks; ++b) {
+    std::copy_n(down + b * groups, groups,
+                copy.scale_inv + (at.row / copy.block_rows + b) * copy.across() +
+                    at.column / copy.block_columns);
+  }
+  const bool exact = !copy.fold || products_exact(down, n, format);
+  cast_region<In, Out>(x, copy, at, {up, down, groups}, exact, format, draw, scratch);
+}
+
+constexpr int64_t TILE = 65536;  // bytes of x that one thread reads again and again
+constexpr int64_t TALL = 256;    // rows: a block with more of them is no part of a tile
+
+// All copies of x. A tile is a few blocks, read from memory once for all of them; a copy with one
+// scale a column of all rows gets its amaxes from that pass and its values from another one.
+template <class In, class Out>
+void quantize(const Matrix& x, const Copy* copies, int count, const Rule& rule,
+              const Format& format, const Draw* draw) {
+  const Copy* tall = nullptr;
+  int64_t height = 1, width = 1;
+  for (const Copy* copy = copies; copy < copies + count; ++copy) {
+    if (!tall && copy->block_rows >= x.rows && copy->block_rows > TALL) {
+      tall = copy;
+    } else {
+      height = std::lcm(height, copy->block_rows), width = std::lcm(width, copy->block_columns);
+    }
+  }
+  height *= std::max<int64_t>(1, 16 / height);
+  width *= std::max<int64_t>(1, TILE / int64_t(sizeof(In)) / (height * width));
+  const int64_t down = (x.rows + height - 1) / height, across = (x.columns + width - 1) / width;
+  std::vector<Word<In>> most(tall ? x.columns : 0);
+#pragma omp parallel if (is_large(x))
+  {
+    Scratch<In> scratch;
+    std::vector<Word<In>> mine(most.size());
+#pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t i = 0; i < down; ++i) {
+      for (int64_t j = 0; j < across; ++j) {
+        const Region at{i * height, std::min(height, x.rows - i * height), j * width,
+                        std::min(width, x.columns - j * width)};
+        for (const Copy* copy = copies; copy < copies + count; ++copy) {
+          if (copy != tall) quantize_region<In, Out>(x, *copy, at, rule, format, draw, scratch);
+        }
+        for (int64_t row = at.row; tall && row < at.row + at.rows; ++row) {
+          max_into(static_cast<const In*>(x.data) + row * x.columns + at.column, at.columns,
+                   mine.data() + at.column);
         }
       }
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = g * block_cols;
-        const int64_t end = begin + block_cols < cols ? begin + block_cols : cols;
-        uint32_t m = 0;
-#pragma omp simd reduction(max : m)
-        for (int64_t c = begin; c < end; ++c) m = a[c] > m ? a[c] : m;
-        const float up = scaling(m), down = 1.0f / up;
-        scale_inv[s * groups + g] = down;
-        for (int64_t c = begin; c < end; ++c) scale[c] = up, back[c] = dequantize ? down : 1.0f;
+    }
+    if (tall) {
+#pragma omp critical
+      max_into(mine.data(), x.columns, most.data());
+    }
+  }
+  if (tall) {
+    std::vector<float> amax(tall->across()), up(tall->across());
+    group_max(most.data(), x.columns, tall->block_columns, amax.data());
+    scales_of(rule, amax.data(), tall->across(), up.data(), tall->scale_inv);
+    Copy known = *tall;
+    known.scale = up.data();
+    cast_all<In, Out>(x, known, format, draw);
+  }
+}
+
+template <class In>
+float amax(const Matrix& x) {
+  const In* data = static_cast<const In*>(x.data);
+  Word<In> most = 0;
+#pragma omp parallel for simd reduction(max : most) schedule(static) if (parallel : is_large(x))
+  for (int64_t i = 0; i < x.rows * x.columns; ++i) most = std::max(most, magnitude(data[i]));
+  return value(most);
+}
+
+// The random Hadamard transform of each 16 rows; see nvfp4.hadamard.
+template <class T>
+void hadamard(const Matrix& x, const Matrix& out, const float* signs) {
+  constexpr int SIZE = 16, LANE = 64;
+  const T* from = static_cast<const T*>(x.data);
+  T* to = static_cast<T*>(out.data);
+#pragma omp parallel for collapse(2) schedule(static) if (is_large(x))
+  for (int64_t row = 0; row < x.rows; row += SIZE) {
+    for (int64_t column = 0; column < x.columns; column += LANE) {
+      const int64_t rows = std::min<int64_t>(SIZE, x.rows - row);
+      const int64_t n = std::min<int64_t>(LANE, x.columns - column);
+      float v[SIZE][LANE] = {};
+      for (int64_t r = 0; r < SIZE; ++r) {
+        const T* line = from + (row + r) * x.columns + column;
+        for (int64_t c = 0; r < rows && c < n; ++c) v[r][c] = load(line[c]);
+        for (int c = 0; c < LANE; ++c) v[r][c] *= signs[r];
       }
-      for (int64_t r = first; r < last; ++r) {
-        const In* row = x + r * cols;
-        Out* to = out + r * cols;
-        const float *up = scale.data(), *down = back.data();
-#pragma omp simd
-        for (int64_t c = 0; c < cols; ++c) store(to + c, grid(load(row + c), up[c]) * down[c]);
+      for (int span = 1; span < SIZE; span *= 2) {
+        for (int r = 0; r < SIZE; ++r) {
+          if (r & span) continue;
+          for (int c = 0; c < LANE; ++c) {
+            const float first = v[r][c], second = v[r + span][c];
+            v[r][c] = first + second, v[r + span][c] = first - second;
+          }
+        }
+      }
+      for (int r = 0; r < SIZE; ++r) {
+        T* line = to + (row + r) * x.columns + column;
+        for (int64_t c = 0; c < n; ++c) store<false>(line[c], v[r][c] * 0.25f);
       }
     }
   }
 }
 
+// run(In{}, Out{}) for the element types of two matrices.
+template <class F>
+void with_types(const Matrix& x, const Matrix& out, F run) {
+  if (x.is_bf16 && out.is_bf16) run(bf16{}, bf16{});
+  if (x.is_bf16 && !out.is_bf16) run(bf16{}, float{});
+  if (!x.is_bf16 && out.is_bf16) run(float{}, bf16{});
+  if (!x.is_bf16 && !out.is_bf16) run(float{}, float{});
+}
+
 }  // namespace
 
-#define KERNELS(NAME_IN, IN)                                                                    \
-  extern "C" float amax_##NAME_IN(const void* x, int64_t n) {                                   \
-    return amax(static_cast<const IN*>(x), n);                                                  \
-  }                                                                                             \
-  QUANTIZERS(NAME_IN, IN, bf16, bf16)                                                           \
-  QUANTIZERS(NAME_IN, IN, f32, float)
+extern "C" float fp8_amax(const Matrix* x) { return x->is_bf16 ? amax<bf16>(*x) : amax<float>(*x); }
 
-#define QUANTIZERS(NAME_IN, IN, NAME_OUT, OUT)                                                  \
-  extern "C" void quantize_##NAME_IN##_##NAME_OUT(const void* x, void* out, int64_t n,          \
-                                                  float scale, float max, int mantissa,         \
-                                                  int min_exponent) {                           \
-    quantize(static_cast<const IN*>(x), static_cast<OUT*>(out), n, scale,                       \
-             Grid{max, uint32_t(23 - mantissa), uint32_t(min_exponent + 127)});                 \
-  }                                                                                             \
-  extern "C" void quantize_blocks_##NAME_IN##_##NAME_OUT(                                       \
-      const void* x, void* out, float* scale_inv, int64_t rows, int64_t cols,                   \
-      int64_t block_rows, int64_t block_cols, float max, int mantissa, int min_exponent,        \
-      float numerator, float overflow, int power_of_two, int dequantize) {                      \
-    quantize_blocks(static_cast<const IN*>(x), static_cast<OUT*>(out), scale_inv, rows, cols,   \
-                    block_rows, block_cols,                                                     \
-                    Grid{max, uint32_t(23 - mantissa), uint32_t(min_exponent + 127)},           \
-                    Scaling{numerator, overflow, power_of_two}, dequantize);                    \
-  }
+// Each of the copies with scales of its own, to nearest or, with a draw, stochastically.
+extern "C" void fp8_quantize(const Matrix* x, const Copy* copies, int count, const Rule* rule,
+                             const Format* format, const Draw* draw) {
+  with_types(*x, copies[0].out, [&](auto in, auto out) {
+    quantize<decltype(in), decltype(out)>(*x, copies, count, *rule, *format, draw);
+  });
+}
 
-KERNELS(bf16, bf16)
-KERNELS(f32, float)
+// The copy's values from the scales it holds.
+extern "C" void fp8_cast(const Matrix* x, const Copy* copy, const Format* format,
+                         const Draw* draw) {
+  with_types(*x, copy->out, [&](auto in, auto out) {
+    cast_all<decltype(in), decltype(out)>(*x, *copy, *format, draw);
+  });
+}
+
+// x and out of one type; out has x's rows, made up to a multiple of 16.
+extern "C" void fp8_hadamard(const Matrix* x, const Matrix* out, const float* signs) {
+  x->is_bf16 ? hadamard<bf16>(*x, *out, signs) : hadamard<float>(*x, *out, signs);
+}

@@ -1,148 +1,183 @@
-"""Build and call cpu_kernels.cpp: the emulated backend's quantisers, one pass over memory.
+"""Call cpu_kernels.cpp: the emulated backend's quantisers in few passes over memory.
 
-The C++ file is compiled once at first use (about two seconds) into the user's cache. Without a
-compiler `library()` is None and callers take the plain torch functions, which give the same bits.
+Without a compiler `library()` is None and callers take the plain torch functions, which give the
+same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fp8train.precision.backends.compiled import addressable, compiled, pointer
 from fp8train.precision.formats import Format
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
-    *("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"),
-)
-NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-log = logging.getLogger(__name__)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Rule(Structure):
+    """How an amax becomes a scale: a kind and its two FP32 numbers.
+
+    fp32 and power_of_two: max·2^-margin, and the scale where that overflows. e8m0: 2^margin and
+    1 / max. nvfp4: S / 6 and 1 / S, with S the tensor's encoding scale.
+    """
+
+    KINDS = ("fp32", "power_of_two", "e8m0", "nvfp4")
+    _fields_ = (("kind", c_int32), ("first", c_float), ("second", c_float))
+
+    @classmethod
+    def of(cls, kind: str, first: float, second: float) -> Rule:
+        return cls(cls.KINDS.index(kind), first, second)
+
+
+class Draw(Structure):
+    """The numbers of `quantize.Draw`, in its order."""
+
+    _fields_ = (
+        *(("key", c_uint64), ("tick", c_uint64)),
+        *(("row_offset", c_int64), ("column_offset", c_int64)),
+    )
+
+
+class Quantized(NamedTuple):
+    """values: [rows, columns]; scale_inv: FP32, one a block."""
+
+    values: Tensor
+    scale_inv: Tensor
+
+
+class _Matrix(Structure):
+    _fields_ = (("data", c_void_p), *((n, c_int64) for n in ("rows", "columns")), ("bf16", c_int32))
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Matrix:
+        rows, columns = x.shape
+        return cls(pointer(x), rows, columns, x.dtype == torch.bfloat16)
+
+
+class _Format(Structure):
+    _fields_ = (
+        ("max", c_float),
+        *((n, c_int32) for n in ("mantissa_bits", "min_exponent", "signed_zero")),
+    )
+
+    @classmethod
+    def of(cls, fmt: Format) -> _Format:
+        return cls(fmt.max, fmt.mantissa_bits, fmt.min_exponent, fmt.signed_zero)
+
+
+class _Copy(Structure):
+    _fields_ = (
+        ("out", _Matrix),
+        *(("scale", c_void_p), ("scale_inv", c_void_p)),
+        *(("block_rows", c_int64), ("block_columns", c_int64)),
+        ("fold", c_int32),
+    )
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they can't be built (said once in the log)."""
-    compiler = shlex.split(
-        os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or ""
-    )
-    if not compiler:
-        log.warning("no C++ compiler: emulation runs on plain torch, several times slower")
-        return None
-    try:
-        return ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", "") or str(error)
-        log.warning(
-            "emulation runs on plain torch, several times slower: %s could not build its kernels "
-            "(%s)",
-            compiler[0],
-            detail.strip().splitlines()[0] if detail.strip() else "no message",
-        )
-        return None
-
-
-def _build(compiler: list[str]) -> Path:
-    """Path of the shared library, compiled unless this machine's cache holds it."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    cpu = Path("/proc/cpuinfo")  # -march=native: another CPU's file could not run here
-    flags = [
-        line for line in (cpu.read_text().splitlines() if cpu.exists() else []) if "flags" in line
-    ]
-    key = (SOURCE.read_text(), FLAGS, version.stdout, flags[:1], platform.machine())
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fp8train/kernels"
-    target = cache / f"cpu_kernels-{digest}.so"
-    if target.exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        built = Path(folder) / target.name
-        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, capture_output=True, text=True, check=True)
-        os.replace(built, target)  # whole or not at all, whoever else builds it
-    return target
+    return compiled(Path(__file__).with_suffix(".cpp"))
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels take this tensor: BF16 or FP32, contiguous, in the CPU's memory (a
-    DTensor or FakeTensor says so too, and has none to point at)."""
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.device.type == "cpu"
-        and x.dtype in NAMES
-        and x.is_contiguous()
-        and library() is not None
-    )
+    """Whether the kernels take this tensor: BF16 or FP32 [rows, columns], not empty, contiguous, in
+    the CPU's memory."""
+    fits = x.dtype in DTYPES and x.ndim == 2 and x.numel() > 0
+    return fits and addressable(x) and library() is not None
 
 
 def amax(x: Tensor) -> float:
-    """max |x|; NaN does not enter. x: usable, any shape."""
-    function = _function(f"amax_{NAMES[x.dtype]}", ctypes.c_float)
-    return float(function(_pointer(x), ctypes.c_int64(x.numel())))
+    """max |x|; NaN does not enter. x: usable."""
+    function = _library().fp8_amax
+    function.restype = c_float
+    return float(function(byref(_Matrix.of(x))))
 
 
-def quantize(x: Tensor, scale: float, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Values of cast(x · scale, fmt) in dtype (BF16 or FP32). x: usable, any shape."""
-    out = torch.empty_like(x, dtype=dtype)
-    function = _function(f"quantize_{NAMES[x.dtype]}_{NAMES[dtype]}", None)
-    function(
-        _pointer(x), _pointer(out), ctypes.c_int64(x.numel()), ctypes.c_float(scale), *_grid(fmt)
-    )
-    return out
-
-
-def quantize_blocks(
+def quantize(
     x: Tensor,
+    fmt: Format,
+    blocks: Sequence[tuple[int, int]],
+    rule: Rule,
+    dtype: torch.dtype,
+    *,
+    fold: bool = False,
+    draw: Draw | None = None,
+) -> list[Quantized]:
+    """Copies of x, each with scales of its own amaxes, from one pass over memory.
+
+    Args:
+        x: usable.
+        blocks: the shape that shares a scale, for each of the copies.
+        dtype: of the values, BF16 or FP32.
+        fold: multiply the values by scale_inv.
+        draw: for stochastic rounding, the same in all copies.
+    """
+    rows, columns = x.shape
+    made = [
+        Quantized(torch.empty_like(x, dtype=dtype), torch.empty(-(-rows // r), -(-columns // c)))
+        for r, c in blocks
+    ]
+    copies = (_Copy * len(made))(
+        *(
+            _Copy(_Matrix.of(values), None, pointer(scale_inv), *block, fold)
+            for (values, scale_inv), block in zip(made, blocks, strict=True)
+        )
+    )
+    _library().fp8_quantize(
+        *(byref(_Matrix.of(x)), copies, len(made), byref(rule), byref(_Format.of(fmt))),
+        None if draw is None else byref(draw),
+    )
+    return made
+
+
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
     fmt: Format,
     block: tuple[int, int],
     dtype: torch.dtype,
     *,
-    numerator: float,
-    overflow: float,
-    power_of_two: bool,
-    dequantize: bool,
-) -> tuple[Tensor, Tensor]:
-    """Payload (times scale_inv, if dequantize) in dtype, and scale_inv, of x [rows, columns]."""
-    rows, columns = x.shape
+    fold: bool = False,
+    draw: Draw | None = None,
+) -> Tensor:
+    """The values of x · scale on the format's grid, with the scales given, one a block.
+
+    Arguments as for `quantize`; scale and scale_inv: FP32, contiguous.
+    """
     out = torch.empty_like(x, dtype=dtype)
-    scale_inv = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
-    function = _function(f"quantize_blocks_{NAMES[x.dtype]}_{NAMES[dtype]}", None)
-    function(
-        *(_pointer(tensor) for tensor in (x, out, scale_inv)),
-        *(ctypes.c_int64(size) for size in (rows, columns, *block)),
-        *_grid(fmt),
-        ctypes.c_float(numerator),
-        ctypes.c_float(overflow),
-        ctypes.c_int(power_of_two),
-        ctypes.c_int(dequantize),
+    copy = _Copy(_Matrix.of(out), pointer(scale), pointer(scale_inv), *block, fold)
+    _library().fp8_cast(
+        *(byref(_Matrix.of(x)), byref(copy), byref(_Format.of(fmt))),
+        None if draw is None else byref(draw),
     )
-    return out, scale_inv
+    return out
 
 
-def _function(name: str, returns: type | None) -> ctypes._NamedFuncPointer:
+def hadamard(x: Tensor, signs: Sequence[float]) -> Tensor:
+    """The transform of `nvfp4.hadamard`, of x's dtype, its rows made up to a multiple of 16.
+
+    Args:
+        x: usable.
+        signs: ±1 in front of each of 16 rows.
+    """
+    rows, columns = x.shape
+    out = x.new_empty(-(-rows // len(signs)) * len(signs), columns)
+    numbers = (c_float * len(signs))(*signs)
+    _library().fp8_hadamard(byref(_Matrix.of(x)), byref(_Matrix.of(out)), numbers)
+    return out
+
+
+def _library() -> ctypes.CDLL:
     loaded = library()
     assert loaded is not None, "ask usable() first"
-    function = getattr(loaded, name)
-    function.restype = returns
-    return function
-
-
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
-def _grid(fmt: Format) -> tuple[ctypes.c_float, ctypes.c_int, ctypes.c_int]:
-    return ctypes.c_float(fmt.max), ctypes.c_int(fmt.mantissa_bits), ctypes.c_int(fmt.min_exponent)
+    return loaded

@@ -4,6 +4,10 @@ A GEMM's products are exact, sums are FP32, scales are applied in FP32, and the 
 once to the output type (a BF16 GEMM on a CPU may round before the scale too: one ulp). FP8 values
 are exact in BF16, so one BF16 GEMM does it where the CPU has fast ones (AVX-512 BF16, AMX);
 elsewhere the same values go through an FP32 GEMM.
+
+Power-of-two block scales are multiplied into the values, and the GEMM is still one. Where that is
+not exact (FP32 block scales, values outside FP32's normal range) it is a sum over the blocks of
+the reduction, each partial product scaled on its own.
 """
 
 from __future__ import annotations
@@ -14,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8train.precision.backends import hopper
+from fp8train.precision.formats import Format
+from fp8train.precision.quantize import Payload
 from fp8train.precision.quantizers import Operand
+from fp8train.precision.tensor import QuantizedTensor
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -30,43 +38,162 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Emulated:
-    """GEMMs over operands in `compute_dtype`: BF16 or FP32."""
+class Side:
+    """One side of a GEMM, seen as [rows of the output, K]: values, and scales by row and K-block.
 
-    compute_dtype: torch.dtype
+    Attributes:
+        values: [R, K] in BF16 or FP32.
+        scale_inv: FP32 [R or 1, K-blocks]; None for 1.
+        block: values of K that share a column of scale_inv.
+        factor: FP32 scalar over all; None for 1.
+    """
+
+    values: Tensor
+    scale_inv: Tensor | None = None
+    block: int = 0
+    factor: Tensor | None = None
 
     @classmethod
-    def on(cls, device: torch.device, emulation: str) -> Emulated:
+    def of(cls, operand: Operand, transposed: bool) -> Side:
+        """The operand as it is ([R, K]), or transposed ([K, R])."""
+        if isinstance(operand, Tensor):
+            return cls(operand.t() if transposed else operand)
+        values, scale_inv, granularity = operand.payload, operand.scale_inv, operand.granularity
+        rows, columns = granularity.block(*values.shape)
+        if transposed:
+            values, scale_inv, rows, columns = values.t(), scale_inv.t(), columns, rows
+        if operand.folded:
+            return cls(values, factor=operand.tensor_scale_inv)
+        if scale_inv.shape[0] > 1:
+            scale_inv = scale_inv.repeat_interleave(rows, 0)[: values.shape[0]]
+        return cls(values, scale_inv, columns, operand.tensor_scale_inv)
+
+    @property
+    def k_blocks(self) -> int:
+        return 1 if self.scale_inv is None else self.scale_inv.shape[1]
+
+    def scale_of(self, start: int) -> Tensor | None:
+        """FP32 [R or 1, 1]: the scales of the values of K from `start` on."""
+        if self.scale_inv is None:
+            return None
+        index = start // self.block if self.k_blocks > 1 else 0
+        return self.scale_inv[:, index : index + 1]
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """GEMMs over operands in `compute_dtype`: BF16 or FP32.
+
+    Attributes:
+        compute_dtype: of payloads and of plain operands.
+        exact: values are multiplied by their scales before a GEMM only where that is exact.
+        accumulate: "fp32", or "hopper" for the sums that an H100's tensor cores give.
+    """
+
+    compute_dtype: torch.dtype
+    exact: bool = False
+    accumulate: str = "fp32"
+
+    @classmethod
+    def on(cls, device: torch.device, emulation: str, accumulate: str = "fp32") -> Emulated:
         """The fast choice for the device; `exact` takes FP32 GEMMs in any case."""
         fast = emulation == "fast" and has_fast_bf16(device)
-        return cls(torch.bfloat16 if fast else torch.float32)
+        dtype = torch.bfloat16 if fast else torch.float32
+        return cls(dtype, emulation == "exact", accumulate)
 
-    def gemm(
-        self,
-        a: Operand,
-        b: Operand,
-        dtype: torch.dtype,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-    ) -> Tensor:
-        """a · b in dtype, with the scales of both applied to the FP32 sum."""
-        left = a.values.t() if transpose_a else a.values
-        right = b.values.t() if transpose_b else b.values
-        scale = a.scale_inv if b.scale_inv is None else b.scale_inv
-        if a.scale_inv is not None and b.scale_inv is not None:
-            scale = a.scale_inv * b.scale_inv
-        on_cpu = left.device.type == "cpu"
-        if self.compute_dtype == torch.float32 or (on_cpu and dtype != torch.bfloat16):
-            product = left.float() @ right.float()  # torch's BF16 GEMM has no FP32 output there
-        elif on_cpu:
+    @property
+    def payload(self) -> Payload:
+        """How quantisers must hand values to `gemm`."""
+        if self.accumulate == "hopper":
+            return Payload(self.compute_dtype, "never")
+        return Payload(self.compute_dtype, "exact" if self.exact else "always")
+
+    def gemm(self, kind: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """fprop a · bᵀ, dgrad a · b, wgrad aᵀ · b, in dtype."""
+        left, right = Side.of(a, kind == "wgrad"), Side.of(b, kind != "fprop")
+        if (
+            self.accumulate == "hopper"
+            and isinstance(a, QuantizedTensor)
+            and isinstance(b, QuantizedTensor)
+        ):
+            every = None if kind == "fprop" else hopper.PROMOTE
+            return self._hopper(left, right, (a.fmt, b.fmt), every).to(dtype)
+        if left.k_blocks > 1 or right.k_blocks > 1:
+            return self._by_blocks(left, right).to(dtype)
+        return self._whole(left, right, dtype)
+
+    def _whole(self, left: Side, right: Side, dtype: torch.dtype) -> Tensor:
+        """One GEMM over all of K."""
+        x, w = (side.values.to(self.compute_dtype) for side in (left, right))
+        scalar, vectors = _scales(left, right)
+        on_cpu = x.device.type == "cpu"
+        if on_cpu and self.compute_dtype == dtype == torch.bfloat16 and not vectors:
             # torch applies alpha to the FP32 accumulator, before its rounding to BF16.
-            alpha = 1.0 if scale is None else scale.item()
-            unused = left.new_zeros(1)
-            return torch.addmm(unused, left, right, beta=0, alpha=alpha).to(dtype)
+            alpha = 1.0 if scalar is None else scalar.item()
+            return torch.addmm(x.new_zeros(1), x, w.t(), beta=0, alpha=alpha)
+        if on_cpu or self.compute_dtype == torch.float32:
+            product = x.float() @ w.float().t()  # torch's BF16 GEMM has no FP32 output there
         else:
-            product = torch.mm(left, right, out_dtype=torch.float32)
-        return (product if scale is None else product.mul_(scale)).to(dtype)
+            product = torch.mm(x, w.t(), out_dtype=torch.float32)
+        return _times(product, scalar, vectors).to(dtype)
+
+    def _by_blocks(self, left: Side, right: Side) -> Tensor:
+        """A sum over blocks of K: y + (P · s_left) · s_right in FP32, in order."""
+        size = min(side.block for side in (left, right) if side.k_blocks > 1)
+        x, w = left.values.float(), right.values.float()
+        y = x.new_zeros(x.shape[0], w.shape[0])
+        for start in range(0, x.shape[1], size):
+            part = slice(start, start + size)
+            _add_scaled(y, x[:, part] @ w[:, part].t(), left, right, start)
+        return _times(y, left.factor, [] if right.factor is None else [right.factor])
+
+    def _hopper(
+        self, left: Side, right: Side, formats: tuple[Format, Format], every: int | None
+    ) -> Tensor:
+        """As an H100 sums: fast accumulation in fprop, split in dgrad, wgrad and block scaling."""
+        x, w = left.values, right.values.t()
+        if left.k_blocks == right.k_blocks == 1:
+            return _times(hopper.gemm(x, w, formats, promote=every), *_scales(left, right))
+        y = torch.zeros(x.shape[0], w.shape[1], device=x.device)
+        for index, partial in enumerate(hopper.partials(x, w, formats)):
+            _add_scaled(y, partial, left, right, index * hopper.PROMOTE)
+        return y
+
+
+def _scales(left: Side, right: Side) -> tuple[Tensor | None, list[Tensor]]:
+    """The scales of a product without blocks: all scalars as one, and those by row or column."""
+    scalars = [side.factor for side in (left, right) if side.factor is not None]
+    vectors = []
+    for scale, by_row in ((left.scale_of(0), True), (right.scale_of(0), False)):
+        if scale is not None and scale.numel() == 1:
+            scalars.append(scale.view(()))
+        elif scale is not None:
+            vectors.append(scale if by_row else scale.t())
+    scalar = None
+    for factor in scalars:
+        scalar = factor if scalar is None else scalar * factor
+    return scalar, vectors
+
+
+def _times(product: Tensor, scalar: Tensor | None, vectors: list[Tensor]) -> Tensor:
+    """The FP32 product, multiplied in place by its scales."""
+    for scale in (scalar, *vectors):
+        if scale is not None:
+            product.mul_(scale)
+    return product
+
+
+def _add_scaled(y: Tensor, partial: Tensor, left: Side, right: Side, start: int) -> None:
+    """y = fma(partial · s_left, s_right, y), for the block of K that begins at `start`.
+
+    Source of the order: DeepGEMM's and cuBLAS's promotion on Hopper.
+    """
+    if (scale := left.scale_of(start)) is not None:
+        partial.mul_(scale)
+    if (scale := right.scale_of(start)) is None:
+        y.add_(partial)
+    else:  # FP64 holds the product of two FP32 numbers, so this rounds to FP32 once
+        y.copy_(torch.addcmul(y.double(), partial.double(), scale.t().double()))
 
 
 class WideAttentionCore(nn.Module):

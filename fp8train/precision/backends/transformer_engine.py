@@ -20,19 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8train.config import FP8_RECIPES, ConfigError
+from fp8train.config import ConfigError, PrecisionConfig
+from fp8train.precision.backends.protocol import Installed, Job, replace
 from fp8train.precision.recipes import (
-    FORMATS,
+    ALL_E2M1,
+    NAMED,
     ROLES,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Formats,
+    MXScaling,
+    NVFP4Scaling,
     Recipe,
 )
 
 BACKEND = "precision.backend=transformer_engine"
-ALIGNMENT = 16  # of both sizes of a matrix in an FP8 GEMM
+INSTEAD = "or use precision.backend=emulated"
 
 
 @dataclass(frozen=True)
@@ -48,100 +52,172 @@ class Engine:
     recipes: Any
 
     @classmethod
+    def found(cls) -> Engine | str:
+        """TE as installed here, or why it does not import."""
+        try:
+            pytorch = importlib.import_module("transformer_engine.pytorch")
+            recipes = importlib.import_module("transformer_engine.common.recipe")
+        except Exception as error:  # a build for another CUDA or torch fails in many ways
+            reason = (str(error).splitlines() or [""])[0]
+            return (
+                f"Transformer Engine does not import ({type(error).__name__}: {reason}); build it "
+                f"with pip install --no-build-isolation 'transformer-engine[pytorch]'"
+            )
+        return cls(pytorch, recipes)
+
+    @classmethod
     def load(cls) -> Engine:
         """TE as installed here.
 
         Raises:
             ConfigError: it does not import.
         """
-        try:
-            pytorch = importlib.import_module("transformer_engine.pytorch")
-            recipes = importlib.import_module("transformer_engine.common.recipe")
-        except Exception as error:  # a build for another CUDA or torch fails in many ways
-            reason = (str(error).splitlines() or [""])[0]
-            raise ConfigError(
-                f"{BACKEND}: Transformer Engine does not import ({type(error).__name__}: "
-                f"{reason}); build it with pip install --no-build-isolation "
-                f"'transformer-engine[pytorch]', or use precision.backend=emulated"
-            ) from error
-        return cls(pytorch, recipes)
+        engine = cls.found()
+        if isinstance(engine, str):
+            raise ConfigError(f"{BACKEND}: {engine}, {INSTEAD}")
+        return engine
 
 
-def refusal(recipe: str, capability: tuple[int, int], engine: Engine) -> str | None:
-    """Why TE does not run the recipe on the current GPU, in one line; None if it does.
+# Of our recipes, in TE's order of questions to the GPU.
+QUESTIONS = {
+    "fp8_delayed": "is_fp8_available",
+    "fp8_current": "is_fp8_available",
+    "fp8_block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+
+
+def unavailable(engine: Engine) -> dict[str, str]:
+    """Recipe → reason, for the recipes that TE says it can't run on the current GPU."""
+    refused = {}
+    for recipe, question in QUESTIONS.items():
+        able, reason = getattr(engine.pytorch, question)(return_reason=True)
+        if not able:
+            refused[recipe] = reason
+    return refused
+
+
+def check_options(
+    precision: PrecisionConfig, recipes: list[str], capability: tuple[int, int] | None
+) -> None:
+    """Refuse the options of a run that TE's layers lack.
 
     Args:
-        recipe: a value of `precision.recipe`.
-        capability: the GPU's compute capability, for the message; TE reads the GPU itself.
+        recipes: names of all in use.
+        capability: the GPU's.
+    Raises:
+        ConfigError: naming the option.
     """
-    able, reason = _available(recipe, engine)
-    if able:
-        return None
-    others = [name for name in FP8_RECIPES if _available(name, engine)[0]]
-    instead = f"here it runs {', '.join(others)}; or " if others else ""
-    return (
-        f"{BACKEND} does not run {recipe} on this GPU of compute capability "
-        f"{capability[0]}.{capability[1]}: {reason.rstrip('.')}; "
-        f"{instead}use precision.backend=emulated"
-    )
+    if len(recipes) > 1:
+        raise ConfigError(
+            f"precision.layers: {BACKEND} runs one recipe a model, not {', '.join(recipes)}; keep "
+            f"{recipes[0]} and bf16, {INSTEAD}"
+        )
+    for key, off in (("cache_weights", "false"), ("smooth_swiglu", "false"), ("bf16_inputs", "[]")):
+        if value := getattr(precision, key):
+            shown = "true" if value is True else f"[{', '.join(value)}]"
+            raise ConfigError(
+                f"precision.{key}={shown}: {BACKEND} has no such layer; set it to {off}, {INSTEAD}"
+            )
+    fp32_blocks = "fp8_block" in recipes and precision.power_of_two_scales is False
+    if fp32_blocks and capability is not None and capability >= (10, 0):
+        raise ConfigError(
+            f"precision.power_of_two_scales=false: FP32 scales of fp8_block need compute "
+            f"capability 9.x and this GPU is {capability[0]}.{capability[1]}; set it to null, "
+            f"{INSTEAD}"
+        )
 
 
-def _available(recipe: str, engine: Engine) -> tuple[bool, str]:
-    te = engine.pytorch
-    able, reason = te.is_fp8_available(return_reason=True)
-    if able and recipe == "fp8_block":
-        able, reason = te.is_fp8_block_scaling_available(return_reason=True)
-    return able, reason
+def check_recipe(name: str, recipe: Recipe) -> None:
+    """Refuse the options of a recipe that TE lacks.
+
+    Args:
+        name: of the recipe, for the message.
+    Raises:
+        ConfigError: naming the option.
+    """
+    delayed = isinstance(recipe, DelayedScaling)
+    if recipe.margin and not delayed:
+        raise ConfigError(
+            f"precision.margin={recipe.margin}: Transformer Engine has a margin in fp8_delayed "
+            f"only; set precision.margin=0, {INSTEAD}"
+        )
+    if recipe.power_of_two and delayed:
+        raise ConfigError(
+            f"precision.power_of_two_scales=true: Transformer Engine's fp8_delayed has FP32 "
+            f"scales only; set it to false, {INSTEAD}"
+        )
+    able = [{"grad_output"}, set()] if isinstance(recipe, NVFP4Scaling) else [set()]
+    if recipe.stochastic not in able:
+        raise ConfigError(
+            f"precision.stochastic_rounding={sorted(recipe.stochastic)}: Transformer Engine rounds "
+            f"stochastically in nvfp4 and grad_output only, not so in {name}; set it to null, "
+            f"{INSTEAD}"
+        )
+    known = [ALL_E2M1] if isinstance(recipe, NVFP4Scaling) else list(NAMED.values())
+    if recipe.formats not in known:
+        raise ConfigError(
+            f"precision.formats: Transformer Engine has no {recipe.formats} for input/weight/"
+            f"grad_output of {name}, only {', '.join(map(str, known))}; leave it out, {INSTEAD}"
+        )
 
 
 def te_recipe(recipe: Recipe, recipes: Any) -> Any:
-    """TE's object for a recipe of ours.
+    """TE's object for a recipe of ours that `check_recipe` let through.
 
-    TE's scales of current and block scaling are powers of two or not by environment variables
-    read at its import; here the configuration alone decides.
+    Much of TE's recipes is set by environment variables read at its import; here the
+    configuration alone decides. (Of its power-of-two flags only the variables reach the
+    quantisers: the constructors' own arguments are not looked at.)
 
     Args:
         recipes: `transformer_engine.common.recipe`.
-    Raises:
-        ConfigError: an option that TE lacks.
     """
-    if recipe.margin and not isinstance(recipe, DelayedScaling):
-        raise ConfigError(
-            f"precision.margin={recipe.margin}: Transformer Engine has a margin in fp8_delayed "
-            f"only; set precision.margin=0, or use precision.backend=emulated"
-        )
-    te_format = _te_format(recipe.formats, recipes)
     match recipe:
         case DelayedScaling():
-            if recipe.power_of_two:
-                raise ConfigError(
-                    "precision.power_of_two_scales=true: Transformer Engine's fp8_delayed has "
-                    "FP32 scales only; set it to false, or use precision.backend=emulated"
-                )
             return recipes.DelayedScaling(
                 margin=recipe.margin,
-                fp8_format=te_format,
+                fp8_format=_te_format(recipe.formats, recipes),
                 amax_history_len=recipe.history_length,
                 amax_compute_algo=recipe.amax_compute,
             )
         case CurrentScaling():
-            power_of_two = recipe.power_of_two
             result = recipes.Float8CurrentScaling(
-                use_power_2_scales=power_of_two, fp8_format=te_format
+                use_power_2_scales=recipe.power_of_two,
+                fp8_format=_te_format(recipe.formats, recipes),
             )
         case BlockScaling():
-            power_of_two = True
-            result = recipes.Float8BlockScaling(use_f32_scales=False, fp8_format=te_format)
-    # What TE's linear reads are these three, which the constructors above leave as the
-    # environment had them.
-    for role in ("fwd_inp", "fwd_weight", "bwd_grad"):
-        setattr(result, f"fp8_quant_{role}", recipes.QParams(power_2_scale=power_of_two))
+            result = recipes.Float8BlockScaling(
+                use_f32_scales=not recipe.power_of_two,
+                fp8_format=_te_format(recipe.formats, recipes),
+            )
+        case MXScaling():
+            result = recipes.MXFP8BlockScaling(fp8_format=_te_format(recipe.formats, recipes))
+        case NVFP4Scaling():
+            result = recipes.NVFP4BlockScaling(
+                disable_rht=not recipe.hadamard,
+                disable_stochastic_rounding=not recipe.stochastic,
+                disable_2d_quantization=False,
+            )
+        case _:
+            raise AssertionError(f"no {type(recipe).__name__} in TE: support.py refuses it")
+    for name, value in PLAIN.items():
+        if hasattr(result, name):
+            setattr(result, name, value)
+    if isinstance(recipe, CurrentScaling | BlockScaling):
+        for role in ("fwd_inp", "fwd_weight", "bwd_grad"):
+            quantizer = recipes.QParams(power_2_scale=recipe.power_of_two)
+            setattr(result, f"fp8_quant_{role}", quantizer)
     return result
+
+
+# What TE takes from the environment beyond our recipes, and its value without.
+PLAIN = {"backward_override": None, "row_scaled_activation": False, "nvfp4_4over6": "none"}
 
 
 def _te_format(formats: Formats, recipes: Any) -> Any:
     """TE knows HYBRID and E4M3 by the names that our configuration uses."""
-    name = next(name for name, known in FORMATS.items() if known == formats)
+    name = next(name for name, known in NAMED.items() if known == formats)
     return recipes.Format[name.upper()]
 
 
@@ -151,6 +227,8 @@ class Region:
     def __init__(self, recipe: Recipe, engine: Engine) -> None:
         self.engine = engine
         self.recipe = te_recipe(recipe, engine.recipes)
+        # Of both sizes of a matrix; MXFP8 has to have whole blocks in both directions.
+        self.alignment = 32 if isinstance(recipe, MXScaling) else 16
         self.depth = 0
         self.autocast: AbstractContextManager[Any] | None = None
 
@@ -180,6 +258,25 @@ class Region:
         model.register_forward_hook(leave, always_call=True)
 
 
+@dataclass(frozen=True)
+class TransformerEngine:
+    """TE's own linears, with its quantisers, histories and GEMMs."""
+
+    engine: Engine
+    name: str = "transformer_engine"
+
+    def install(self, job: Job) -> Installed:
+        recipe = next(iter(job.plans.values())).recipe  # the same for all: `check_options`
+        region = Region(recipe, self.engine)
+        layers = {name: take_over(name, job.linear(name), region) for name in job.plans}
+        for name, layer in layers.items():
+            replace(job.model, name, layer)
+        region.span(job.model)
+        if isinstance(recipe, DelayedScaling):
+            return Installed(delayed=DelayedHistories(layers, region))
+        return Installed()
+
+
 def take_over(name: str, linear: nn.Linear, region: Region) -> nn.Module:
     """A TE linear that shares the parameters of an `nn.Linear`, and their names.
 
@@ -190,12 +287,12 @@ def take_over(name: str, linear: nn.Linear, region: Region) -> nn.Module:
         name: the layer's full name, for the refusal.
         linear: on any device, also meta.
     Raises:
-        ConfigError: a size that TE's FP8 GEMMs do not take.
+        ConfigError: a size that TE's GEMMs do not take.
     """
     n, k = linear.out_features, linear.in_features
-    if n % ALIGNMENT or k % ALIGNMENT:
+    if n % region.alignment or k % region.alignment:
         raise ConfigError(
-            f"{BACKEND}: {name} is {n}×{k}, and its FP8 GEMMs need multiples of {ALIGNMENT}; "
+            f"{BACKEND}: {name} is {n}×{k}, and its GEMMs need multiples of {region.alignment}; "
             f"change the model's sizes, or add the layer to precision.exclude"
         )
     layer = linear_class(region.engine.pytorch.Linear)(
