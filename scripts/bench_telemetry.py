@@ -2,7 +2,8 @@
 
     python scripts/bench_telemetry.py [--json FILE] [--pairs 7]
 
-Steps of the quickstart (+recipe=llama_fp8), one process. The ratio is the median over pairs of a
+Steps of the quickstart (+recipe=llama_fp8), one process with one thread, which waits for no other
+where the machine has more to do. The ratio is the median over pairs of a
 sampled and a plain step, one after the other; the share is what it adds to the mean step at the
 default interval, (ratio - 1) / precision.telemetry.every.
 """
@@ -89,6 +90,7 @@ def main() -> int:
     ranks = Ranks.from_environment()
     device = runtime.choose_device("auto", ranks)
     runtime.start(ranks, device)
+    torch.set_num_threads(1)
     rows = [measure(precision, arguments.pairs, device) for precision in PRECISIONS]
     runtime.stop()
     table = Table("recipe", "plain step", "sampled / plain", "least to most", "every", "share")
@@ -104,7 +106,7 @@ def main() -> int:
     Console().print(table)
     if arguments.json:
         found = environment()
-        config = {"recipe": RECIPE, "pairs": arguments.pairs, "device": device.type}
+        config = {"recipe": RECIPE, "pairs": arguments.pairs, "threads": 1, "device": device.type}
         record = {
             "name": "bench_telemetry",
             "hardware": found["hardware"],

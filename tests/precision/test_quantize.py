@@ -239,6 +239,31 @@ def test_given_block_scales(
     same(apply_scales(*args, **options), plain(apply_scales, *args, **options))
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_folded_values_that_bf16_must_round(fmt: Format) -> None:
+    """Values below 2^-126 with a scale_inv of 2^-127 have bits that BF16 lacks."""
+    x = torch.arange(1, 1 + 64 * 64).view(64, 64) * 2.0**-139
+    args = (x, fmt, Granularity(1, 32), ScaleRule("e8m0"), Payload(torch.bfloat16, "always"))
+    exact = plain(quantize, *args[:4], Payload(torch.float32, "always"))
+    assert not torch.equal(exact.payload, exact.payload.bfloat16().float())
+    same(quantize(*args), plain(quantize, *args))
+
+
+def test_stochastic_threshold_is_exact() -> None:
+    """2·noise + 1 2^-25ths of a quantum go down, the next number above them up."""
+    draw, one = Draw(11, 3, 5, 6), torch.ones(1, 1)
+    noise = draw.noise(torch.empty(64, 64))
+    edge = (2 * noise + 1).float() * (2.0**-25 * E4M3.smallest)
+    above = edge.nextafter(torch.tensor(1.0))
+    exact = noise < 2**23  # 2·noise + 1 has 24 bits
+    for how in (apply_scales, lambda *args, **options: plain(apply_scales, *args, **options)):
+        down, up = (
+            how(x, Scales(one, one), E4M3, TENSOR, Payload(torch.float32), draw=draw).payload[exact]
+            for x in (edge, above)
+        )
+        assert (down == 0).all() and (up == E4M3.smallest).all()
+
+
 @pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_rowwise_bf16_wgrad", "fp8_block", "mxfp8"])
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 def test_two_operands_are_those_asked_for_singly(recipe: str, role: str) -> None:

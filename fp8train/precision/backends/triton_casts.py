@@ -25,6 +25,7 @@ from fp8train.precision.tensor import Granularity
 
 DTYPES = (torch.bfloat16, torch.float32)
 LARGEST_BLOCK = 128
+LONGEST = 2**24  # rows or columns: within a tile, offsets are of 32 bits
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ def available() -> bool:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels take this matrix: BF16 or FP32 [rows, columns], contiguous, not empty, on
-    a CUDA GPU."""
-    fits = x.dtype in DTYPES and x.ndim == 2 and x.is_contiguous() and x.numel() > 0
-    return fits and x.is_cuda and available()
+    """Whether the kernels take this matrix: BF16 or FP32 [rows, columns], contiguous, not empty,
+    less than 2^24 in a direction, on a CUDA GPU."""
+    fits = x.dtype in DTYPES and x.ndim == 2 and x.is_contiguous()
+    return fits and 0 < x.numel() and max(x.shape) < LONGEST and x.is_cuda and available()
 
 
 def supports(fmt: Format, granularity: Granularity, dtype: torch.dtype) -> bool:
@@ -264,6 +265,6 @@ def _bits(amax: Tensor) -> Tensor:
 def _launch(kernel: str, x: Tensor, tile: int, arguments: dict[str, Any]) -> Launch:
     rows, columns = x.shape
     programs = -(-rows // tile) * -(-columns // tile)
-    warps = tile * tile // 1024  # 32 elements a thread
+    warps = tile // 16  # more would leave a thread of the larger tile too few registers
     about = {"x": x, "rows": rows, "columns": columns, "TILE": tile}
     return Launch(kernel, programs, warps, {**about, **arguments})

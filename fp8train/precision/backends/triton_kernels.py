@@ -107,6 +107,20 @@ def to_format(
 
 
 @triton.jit
+def within(
+    rows: tl.tensor, columns: tl.tensor, top: tl.tensor, left: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Rows [TILE, 1] and columns [1, TILE] counted from the tile's corner, and which elements are
+    the matrix's, [TILE, TILE].
+
+    The corner lies at an offset of 64 bits, and what is counted from it, in 32, stays small.
+    """
+    row = tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    return row, column, (row < rows - top * TILE) & (column < columns - left * TILE)
+
+
+@triton.jit
 def load_tile(
     x: tl.tensor,
     rows: tl.tensor,
@@ -116,10 +130,9 @@ def load_tile(
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """One tile of x [rows, columns] in FP32, zeros outside of x."""
-    row = (top * TILE + tl.arange(0, TILE))[:, None]
-    column = (left * TILE + tl.arange(0, TILE))[None, :]
-    where = row.to(tl.int64) * columns + column
-    values = tl.load(x + where, mask=(row < rows) & (column < columns), other=0.0)
+    row, column, inside = within(rows, columns, top, left, TILE)
+    corner = top.to(tl.int64) * TILE * columns + left * TILE
+    values = tl.load(x + corner + (row * columns + column), mask=inside, other=0.0)
     if x.dtype.element_ty == tl.bfloat16:  # the upper half of an FP32
         upper = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
         values = upper.to(tl.float32, bitcast=True)
@@ -217,12 +230,14 @@ def write_copy(
     made = to_format(scaled, out.dtype.element_ty, MAX, MANTISSA_BITS, MIN_EXPONENT)
     if FOLD:
         made = multiply_blocks(made, inverse, R, C)
-    row = (top * TILE + tl.arange(0, TILE))[:, None]
-    column = (left * TILE + tl.arange(0, TILE))[None, :]
-    by_row = row.to(tl.int64) * columns + column
-    by_column = column.to(tl.int64) * rows + row
-    place = by_column if TRANSPOSED else by_row
-    tl.store(out + place, made.to(out.dtype.element_ty), mask=(row < rows) & (column < columns))
+    row, column, inside = within(rows, columns, top, left, TILE)
+    if TRANSPOSED:
+        corner = left.to(tl.int64) * TILE * rows + top * TILE
+        place = column * rows + row
+    else:
+        corner = top.to(tl.int64) * TILE * columns + left * TILE
+        place = row * columns + column
+    tl.store(out + corner + place, made.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
