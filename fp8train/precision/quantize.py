@@ -1,7 +1,7 @@
 """Quantise a matrix: amaxes, scales, and the cast, with one scale for all of it or one a block.
 
-The plain torch form defines the result on any device; the CPU kernels, where they apply, give the
-same bits.
+The plain torch form defines the result on any device; the CPU kernels and the Triton kernels, where
+they apply, give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8train.precision import scaling
-from fp8train.precision.backends import cpu_kernels
+from fp8train.precision.backends import cpu_kernels, triton_casts
 from fp8train.precision.formats import Format, round_to_grid
 from fp8train.precision.philox import draws
 from fp8train.precision.scaling import FLT_MAX, ScaleRule, Scales
@@ -96,7 +96,7 @@ def quantize(
         group: the ranks whose x share these scales, as parts of one matrix.
         draw: for stochastic rounding; None rounds to nearest even.
     """
-    if group is None and not granularity.is_whole and _compiled(x, payload):
+    if group is None and _fusable(x, fmt, (granularity,), payload, draw):
         return _fused(x, fmt, (granularity,), rule, payload, draw)[0]
     amax = share_amax(block_amax(x, granularity), group)
     scales = rule.scales(amax, fmt.max, _overflow(x, granularity))
@@ -113,17 +113,47 @@ def quantize_pair(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` of x for two granularities, with x read from memory once where that can be."""
     alike = len({_overflow(x, granularity) for granularity in granularities}) == 1
-    whole = any(granularity.is_whole for granularity in granularities)
-    if alike and not whole and _compiled(x, payload):
+    if alike and _fusable(x, fmt, granularities, payload):
         first, second = _fused(x, fmt, granularities, rule, payload)
     else:
         first, second = (quantize(x, fmt, each, rule, payload) for each in granularities)
     return first, second
 
 
-def _compiled(x: Tensor, payload: Payload) -> bool:
+def _fusable(
+    x: Tensor,
+    fmt: Format,
+    granularities: Sequence[Granularity],
+    payload: Payload,
+    draw: Draw | None = None,
+) -> bool:
+    """Whether kernels form scales and cast together."""
+    on_cpu = _on_cpu(x, payload) and not any(each.is_whole for each in granularities)
+    return on_cpu or _on_gpu(x, fmt, granularities, payload, draw)
+
+
+def _on_cpu(x: Tensor, payload: Payload) -> bool:
     """Whether the CPU kernels apply."""
     return payload.dtype is not None and cpu_kernels.usable(x)
+
+
+def _on_gpu(
+    x: Tensor,
+    fmt: Format,
+    granularities: Sequence[Granularity],
+    payload: Payload,
+    draw: Draw | None,
+) -> bool:
+    """Whether the Triton kernels apply."""
+    dtype = payload.dtype_of(fmt)
+    made = all(triton_casts.supports(fmt, each, dtype) for each in granularities)
+    return made and draw is None and triton_casts.usable(x)
+
+
+def triton_copy(granularity: Granularity, payload: Payload) -> triton_casts.Copy:
+    """Eight-bit copies scaled along columns are stored as torch's GEMMs read them: transposed."""
+    along_columns = granularity.columns == 1 and granularity.rows != 1
+    return triton_casts.Copy(granularity, transposed=payload.dtype is None and along_columns)
 
 
 def _fused(
@@ -134,17 +164,24 @@ def _fused(
     payload: Payload,
     draw: Draw | None = None,
 ) -> list[QuantizedTensor]:
-    """Amaxes, scales and casts of one or two copies together, by the CPU kernels."""
-    fold = payload.fold != "never" and rule.power_of_two
-    made = cpu_kernels.quantize(
-        x,
-        fmt,
-        [granularity.block(*x.shape) for granularity in granularities],
-        _kernel_rule(rule, fmt, _overflow(x, granularities[0])),
-        payload.dtype_of(fmt),
-        fold=fold,
-        draw=None if draw is None else draw.numbers(),
-    )
+    """Amaxes, scales and casts of one or two copies together, by kernels."""
+    whole = any(granularity.is_whole for granularity in granularities)
+    fold = payload.fold != "never" and rule.power_of_two and not whole
+    dtype, overflow = payload.dtype_of(fmt), _overflow(x, granularities[0])
+    made: Sequence[tuple[Tensor, Tensor]]
+    if x.is_cuda:
+        targets = [triton_copy(granularity, payload) for granularity in granularities]
+        made = triton_casts.quantize(x, fmt, targets, rule, dtype, overflow=overflow, fold=fold)
+    else:
+        made = cpu_kernels.quantize(
+            x,
+            fmt,
+            [granularity.block(*x.shape) for granularity in granularities],
+            _kernel_rule(rule, fmt, overflow),
+            dtype,
+            fold=fold,
+            draw=None if draw is None else draw.numbers(),
+        )
     copies = []
     for granularity, (values, scale_inv) in zip(granularities, made, strict=True):
         if fold and not folds(payload, fmt, granularity, rule, scale_inv):
@@ -170,6 +207,8 @@ def block_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """max |x| of each block in FP32, `granularity.grid(...)`; NaN does not enter, Inf does."""
     if granularity.is_whole and cpu_kernels.usable(x):
         return torch.tensor(cpu_kernels.amax(x)).view(1, 1)
+    if granularity.is_whole and triton_casts.usable(x):
+        return triton_casts.amax(x, granularity)
     return scaling.amax(tiles(x, granularity), dim=(1, 3))
 
 
@@ -223,7 +262,11 @@ def apply_scales(
         fold: multiply the result by scale_inv.
     """
     dtype = payload.dtype_of(fmt)
-    if _compiled(x, payload):
+    if _on_gpu(x, fmt, (granularity,), payload, draw):
+        copy = triton_copy(granularity, payload)
+        (values,) = triton_casts.cast(x, fmt, [copy], [scales], dtype, fold=fold)
+        return QuantizedTensor(values, scales.scale_inv, fmt, granularity, folded=fold)
+    if _on_cpu(x, payload):
         values = cpu_kernels.cast(
             *(x, scales.scale.contiguous(), scales.scale_inv.contiguous(), fmt),
             *(granularity.block(*x.shape), dtype),

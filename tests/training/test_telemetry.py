@@ -115,7 +115,7 @@ def test_a_run_keeps_and_draws_it(launcher: Launcher) -> None:
     drawn = subprocess.run([*command, str(run.folder)], capture_output=True, text=True)
     assert drawn.returncode == 0 and picture.read_bytes() == before
 
-    bf16 = launcher.train("plain", "precision=bf16", every)
+    bf16 = launcher.train("unobserved", "precision=bf16", every)
     assert bf16.code == 0 and not bf16.lines("telemetry")
     assert not (bf16.folder / "telemetry.png").exists()
     refused = subprocess.run([*command, str(bf16.folder)], capture_output=True, text=True)

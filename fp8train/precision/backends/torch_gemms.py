@@ -1,13 +1,14 @@
 """The `torch` backend: values in their real eight bits, multiplied by torch's scaled GEMMs.
 
-On a GPU those are cuBLAS's and CUTLASS's FP8 kernels; a CPU has them for one scale a tensor or a
-row (slow ones where it lacks the instructions: `emulated` is the backend for CPUs). Casts are plain
-torch on every device so far.
+On a GPU those are cuBLAS's and CUTLASS's FP8 kernels, after Triton casts; a CPU has such GEMMs for one
+scale a tensor or a row (slow ones where it lacks the instructions: `emulated` is the backend for
+CPUs).
 
 The kernels want both operands as [rows of the output, K] with K contiguous, so an operand that is
-reduced over its rows is transposed on the way, in eight bits. Sizes that they don't take are padded
-with zeros. Fast accumulation is allowed in fprop only. Blocks of 32 and 16 have their scales in
-cuBLAS's tiles of 128×4. A GEMM with an operand in high precision runs in BF16.
+reduced over its rows is transposed on the way, in eight bits, unless its cast stored it so already.
+Sizes that they don't take are padded with zeros. Fast accumulation is allowed in fprop only. Blocks
+of 32 and 16 have their scales in cuBLAS's tiles of 128×4. A GEMM with an operand in high precision
+runs in BF16.
 
 Sources: torch `aten/src/ATen/native/cuda/ScaledBlas.cpp` (which scalings, layouts, types); cuBLAS
 documentation, "1D Block Scaling Factors Layout".
@@ -85,7 +86,9 @@ def pack(operand: QuantizedTensor, transposed: bool) -> Packed:
     more_rows = -rows % (128 if block == (128, 128) else ALIGNMENT)
     more_depth = -depth % aligned
     if operand.fmt.dtype is not None:
-        raw = F.pad(values.view(torch.uint8), (0, more_depth, 0, more_rows))
+        raw = values.view(torch.uint8)
+        if more_depth or more_rows:  # padding by nothing would copy
+            raw = F.pad(raw, (0, more_depth, 0, more_rows))
         stored = raw.contiguous().view(operand.fmt.dtype)
     else:
         codes = cast(F.pad(values, (0, more_depth, 0, more_rows)), operand.fmt)

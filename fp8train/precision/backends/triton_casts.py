@@ -65,7 +65,7 @@ def usable(x: Tensor) -> bool:
     """Whether the kernels take this matrix: BF16 or FP32 [rows, columns], contiguous, not empty,
     less than 2^24 in a direction, on a CUDA GPU."""
     fits = x.dtype in DTYPES and x.ndim == 2 and x.is_contiguous()
-    return fits and 0 < x.numel() and max(x.shape) < LONGEST and x.is_cuda and available()
+    return fits and x.numel() > 0 and max(x.shape) < LONGEST and x.is_cuda and available()
 
 
 def supports(fmt: Format, granularity: Granularity, dtype: torch.dtype) -> bool:
