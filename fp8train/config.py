@@ -463,6 +463,11 @@ def _check_precision(config: Config) -> None:
                 f"precision.layers: {layers.recipe} for {layers.pattern} is no recipe; choose one "
                 f"of bf16, {', '.join(RECIPES)}"
             )
+    if precision.recipe == "fp32" and precision.layers:
+        raise ConfigError(
+            "precision.layers: precision=fp32 computes everything in FP32; use precision=bf16 for "
+            "the layers that match no pattern, or leave precision.layers out"
+        )
     used = {precision.recipe, *(layers.recipe for layers in precision.layers)}
     _check_recipe_options(precision, used)
 

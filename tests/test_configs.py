@@ -110,6 +110,10 @@ def test_the_default_name_has_model_precision_and_seed() -> None:
             ["precision.layers=[{pattern: '*.down_proj', recipe: fp8_blok}]"],
             "fp8_blok for *.down_proj is no recipe; choose one of bf16, fp8_delayed",
         ),
+        (
+            ["precision=fp32", "precision.layers=[{pattern: '*.up_proj', recipe: mxfp8}]"],
+            "precision=fp32 computes everything in FP32",
+        ),
         (["precision.bf16_first_blocks=-1"], "precision.bf16_first_blocks=-1: must be at least 0"),
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: give two numbers"),
         (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2"),

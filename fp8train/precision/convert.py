@@ -125,7 +125,7 @@ def table(
         if layer is None:
             about = (high, high.upper(), "torch")
         else:
-            smooth = ", smooth" if layer.smooth else ""
+            smooth = ", smooth" if layer.recipe.smooth else ""
             about = (layer.name + smooth, str(layer.recipe.formats), backend)
         rows[kinds([name])[0], *about] += 1
     return [(kind, count, *rest) for (kind, *rest), count in rows.items()]  # type: ignore[misc]

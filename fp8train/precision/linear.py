@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8train.precision.quantize import share_amax
 from fp8train.precision.quantizers import Operand, Position, Quantizer
 from fp8train.precision.scaling import amax, floor_to_power_of_two
 from fp8train.precision.tensor import QuantizedTensor
@@ -65,6 +66,26 @@ class Numerics:
             self.observer(role, x, operands[0])
         return operands
 
+    def quantize_weight(
+        self,
+        weight: Tensor,
+        levels: Tensor | None,
+        *,
+        columnwise: bool,
+        training: bool,
+        position: Position,
+    ) -> WeightOperands:
+        """Operands of a weight for fprop and dgrad; with levels [K] fprop's columns are multiplied
+        by them, against its input's. dgrad has no input, and takes the weight as it is."""
+        asked: dict[str, Any] = {"training": training, "position": position}
+        if levels is None:
+            return self.quantize("weight", weight, rowwise=True, columnwise=columnwise, **asked)
+        levelled = weight * levels.to(weight.dtype)
+        row, _ = self.quantize("weight", levelled, rowwise=True, columnwise=False, **asked)
+        if not columnwise:
+            return row, None
+        return row, self.quantize("weight", weight, rowwise=False, columnwise=True, **asked)[1]
+
 
 class QuantizedMatmul(torch.autograd.Function):
     """y = x · wᵀ for x [..., K], w [N, K]; the leading sizes of x count as rows."""
@@ -76,25 +97,23 @@ class QuantizedMatmul(torch.autograd.Function):
         weight: Tensor,
         numerics: Numerics,
         weight_operands: WeightOperands | None,
+        levels: Tensor | None,
         training: bool,
         differentiable: bool,
     ) -> Tensor:
         needs_dx, needs_dw = (needs and differentiable for needs in ctx.needs_input_grad[:2])
         position = replace(numerics.position)  # as it is now: another forward may come before
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if levels is not None:
+            rows = rows / levels.to(rows.dtype)
         x_row, x_col = numerics.quantize(
             "input", rows, rowwise=True, columnwise=needs_dw, training=training, position=position
         )
-        w_row, w_col = weight_operands or numerics.quantize(
-            "weight",
-            weight,
-            rowwise=True,
-            columnwise=needs_dx,
-            training=training,
-            position=position,
+        w_row, w_col = weight_operands or numerics.quantize_weight(
+            weight, levels, columnwise=needs_dx, training=training, position=position
         )
         saved, ctx.rebuild = _flatten([x_col if needs_dw else None, w_col if needs_dx else None])
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(levels, *saved)
         ctx.numerics, ctx.training, ctx.position = numerics, training, position
         ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), x.shape
         assert x_row is not None and w_row is not None
@@ -106,7 +125,8 @@ class QuantizedMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        x, w = ctx.rebuild(ctx.saved_tensors)
+        levels, *saved = ctx.saved_tensors
+        x, w = ctx.rebuild(tuple(saved))
         gemm = ctx.numerics.gemms.gemm
         g_row, g_col = ctx.numerics.quantize(
             "grad_output",
@@ -118,7 +138,9 @@ class QuantizedMatmul(torch.autograd.Function):
         )
         dx = gemm("dgrad", g_row, w, ctx.dtypes[0]).view(ctx.shape) if needs_dx else None
         dw = gemm("wgrad", g_col, x, ctx.dtypes[1]) if needs_dw else None
-        return dx, dw, None, None, None, None
+        if dw is not None and levels is not None:
+            dw = dw * levels.to(dw.dtype)
+        return dx, dw, None, None, None, None, None
 
 
 def _flatten(
@@ -204,23 +226,22 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → [..., N] in x's dtype."""
-        weight = self.weight
-        if self.smooth is not None:
-            x, weight = self.smooth(x, weight)
+        levels = None if self.smooth is None else self.smooth.levels(x)
         # Inside a Function's forward gradients are always off, so it is asked here.
         differentiable = torch.is_grad_enabled()
         y = QuantizedMatmul.apply(
             x,
-            weight,
+            self.weight,
             self.numerics,
-            self._weight_operands(weight, x.requires_grad and differentiable),
+            self._weight_operands(x.requires_grad and differentiable),
+            levels,
             self.training,
             differentiable,
         )
         return y if self.bias is None else y + self.bias
 
     @torch.no_grad()
-    def _weight_operands(self, weight: Tensor, columnwise: bool) -> WeightOperands | None:
+    def _weight_operands(self, columnwise: bool) -> WeightOperands | None:
         """The weight's operands from the cache; None where there is nothing to keep."""
         if not self.cache.enabled or self.smooth is not None:  # levelled weights follow the input
             return None
@@ -230,13 +251,9 @@ class QuantizedLinear(nn.Linear):
                 return operands
         if not self.training:  # an evaluation leaves no trace: its amax would be missing later
             return None
-        operands = self.numerics.quantize(
-            "weight",
-            weight,
-            rowwise=True,
-            columnwise=columnwise,
-            training=True,
-            position=replace(self.numerics.position),
+        position = replace(self.numerics.position)
+        operands = self.numerics.quantize_weight(
+            self.weight, None, columnwise=columnwise, training=True, position=position
         )
         self.cached = (self.cache.version, operands)
         return operands
@@ -246,7 +263,7 @@ class QuantizedLinear(nn.Linear):
 class Smoothing:
     """Smooth-SwiGLU: level the channels of a linear's input before it is quantised.
 
-    Each channel is divided by a power of two, near its largest magnitude, and the weight's column
+    Each channel is divided by a power of two near its largest magnitude, and the weight's column
     multiplied by it: the product stays the same, exactly, and a channel with outliers no longer
     sets the scale of all. Source: Fishman et al. 2024, "Scaling FP8 training to trillion-token
     LLMs", section 4.4, there with the magnitude itself.
@@ -257,12 +274,10 @@ class Smoothing:
 
     group: dist.ProcessGroup | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(x / s, weight · s) for x [..., K], weight [N, K] and s [K]; s counts as constant."""
-        with torch.no_grad():
-            channels = amax(x.reshape(-1, x.shape[-1]), dim=0)
-            if self.group is not None:
-                dist.all_reduce(channels, dist.ReduceOp.MAX, group=self.group)
-            usable = (channels > 0) & channels.isfinite()
-            s = torch.where(usable, floor_to_power_of_two(channels), 1.0).clamp(2.0**-60, 2.0**60)
-        return x / s.to(x.dtype), weight * s.to(weight.dtype)
+    @torch.no_grad()
+    def levels(self, x: Tensor) -> Tensor:
+        """The powers of two, FP32 [K], of x [..., K]; they count as constants."""
+        channels = share_amax(amax(x.reshape(-1, x.shape[-1]), dim=0), self.group)
+        usable = (channels > 0) & channels.isfinite()
+        levels = torch.where(usable, floor_to_power_of_two(channels), 1.0)
+        return levels.clamp(2.0**-60, 2.0**60)

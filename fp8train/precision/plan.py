@@ -23,21 +23,19 @@ class LayerPlan:
     Attributes:
         name: of the recipe, a value of `precision.recipe`.
         recipe: with the configuration's options.
-        smooth: its input's channels are levelled first (Smooth-SwiGLU).
     """
 
     name: str
     recipe: Recipe
-    smooth: bool = False
 
 
 def plan(names: list[str], precision: PrecisionConfig) -> dict[str, LayerPlan]:
-    """The quantised layers among `names`, in order; none for bf16 and fp32.
+    """The quantised layers among `names`, in order; none for bf16 and fp32 by themselves.
 
     Raises:
         ConfigError: a pattern that matches nothing, blocks that are not there, or nothing left.
     """
-    if recipe_of(precision) is None:
+    if recipe_of(precision) is None and not precision.layers:
         return {}
     for key, patterns in (
         ("include", precision.include),
@@ -77,8 +75,9 @@ def _plan_of(name: str, precision: PrecisionConfig) -> LayerPlan | None:
     if _matches(name, precision.bf16_inputs):
         formats = replace(recipe.formats, input=Copies(None, None))
         recipe = replace(recipe, formats=formats)
-    smooth = precision.smooth_swiglu and _matches(name, [SWIGLU_OUTPUT])
-    return LayerPlan(recipe_name, recipe, smooth)
+    if precision.smooth_swiglu and _matches(name, [SWIGLU_OUTPUT]):
+        recipe = replace(recipe, smooth=True)
+    return LayerPlan(recipe_name, recipe)
 
 
 def _outer_blocks(names: list[str], precision: PrecisionConfig) -> set[str]:

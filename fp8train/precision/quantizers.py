@@ -176,7 +176,8 @@ class Delayed:
     ) -> tuple[Operand | None, Operand | None]:
         if training:
             amax = block_amax(x, TENSOR).view(())
-            for row in set(self.rows) - {-1}:
+            asked = zip(self.rows, (rowwise, columnwise), strict=True)
+            for row in {row for row, wanted in asked if wanted and row >= 0}:
                 self.state.stage(row, amax)
         return both_copies(
             partial(self._copy, x, position),

@@ -86,12 +86,15 @@ class Recipe:
         margin: an amax is brought to max·2^-margin.
         power_of_two: scales are rounded to powers of two.
         stochastic: the roles that are rounded stochastically instead of to nearest even.
+        smooth: the input is levelled channel by channel (Smooth-SwiGLU), and fprop's weight
+            against it, so that the weight of dgrad is another matrix.
     """
 
     formats: Formats
     margin: int = 0
     power_of_two: bool = False
     stochastic: frozenset[str] = frozenset()
+    smooth: bool = False
 
     @property
     def rule(self) -> ScaleRule:
@@ -103,6 +106,8 @@ class Recipe:
 
     def shares_copies(self, role: str) -> bool:
         """Whether one copy serves both GEMMs of the role."""
+        if self.smooth and role == "weight":
+            return False
         rowwise, columnwise = self.granularity(role)
         square = rowwise == columnwise and rowwise.rows == rowwise.columns
         return square and self.formats.of(role).rowwise == self.formats.of(role).columnwise
@@ -135,7 +140,8 @@ class RowwiseScaling(Recipe):
     power_of_two: bool = True
 
     def granularity(self, role: str) -> tuple[Granularity, Granularity]:
-        bf16_wgrad = self.formats.input.columnwise is None
+        formats = self.formats
+        bf16_wgrad = formats.input.columnwise is None and formats.grad_output.columnwise is None
         return ROW, TENSOR if role == "weight" and bf16_wgrad else COLUMN
 
 
@@ -180,7 +186,8 @@ class MXFP4Weights(MXScaling):
     formats: Formats = WEIGHTS_E2M1
 
     def shares_copies(self, role: str) -> bool:
-        return True
+        rowwise, columnwise = self.formats.of(role)
+        return role == "weight" and rowwise == columnwise and not self.smooth
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ def e8m0_exponent(amax: Tensor, max_value: float) -> Tensor:
     """MX's shared exponent E of each amax, biased by 127, int32 in [0, 254]: 2^(E − 127) is the
     smallest power of two that brings the amax to at most max_value.
 
-    amax · fp32(1 / max_value), rounded up to a power of two; 0 gives 0 and Inf 254. Rounding down,
-    as the OCP specification suggests, would saturate. Source: TE `common/util/ptx.cuh`,
+    amax · fp32(1 / max_value), rounded up to a power of two; 0 gives 0 and Inf 254 (NaN would give
+    255, but no amax is NaN). Rounding down, as the OCP specification suggests, would saturate.
+    Source: TE `common/util/ptx.cuh`,
     `float_to_e8m0`.
     """
     inverse = torch.tensor(1.0, device=amax.device) / torch.tensor(max_value, device=amax.device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8train.config import RECIPES, PrecisionConfig
+from fp8train.precision.backends import hopper
 from fp8train.precision.backends.emulated import Emulated
 from fp8train.precision.convert import Conversion, convert
 from fp8train.precision.formats import E4M3, E5M2, Format, cast
@@ -219,17 +220,57 @@ def test_a_gemm_multiplies_what_its_operands_stand_for(recipe: str, options: dic
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_close_to_high_precision(recipe: str) -> None:
+    """The formats are there, and do no more harm than they do: output and both gradients."""
     torch.manual_seed(0)
     linear = nn.Linear(256, 256, bias=True).bfloat16()
     layer, conversion = converted(linear, precision(recipe))
-    x = torch.randn(128, 256).bfloat16()
-    if conversion.delayed:
-        layer(x)
-        conversion.end_step()
-    exact = x.double() @ linear.weight.double().t() + linear.bias.double()
-    error = ((layer(x).double() - exact).norm() / exact.norm()).item()
-    low, most = (0.08, 0.2) if recipe in ("nvfp4", "mxfp4") else (0.01, 0.05)
-    assert low < error < most  # the format is there, and does no more harm than it does
+    x = torch.randn(128, 256).bfloat16().requires_grad_()
+    g = torch.randn(128, 256).bfloat16()
+    warm_up(layer, conversion, x, g)
+    y = layer(x)
+    y.backward(g)
+    w, x2, g2 = linear.weight.double(), x.detach().double(), g.double()
+    four_bits = recipe in ("nvfp4", "mxfp4")
+    for kind, ours, exact in (
+        ("fprop", y, x2 @ w.t() + linear.bias.double()),
+        ("dgrad", x.grad, g2 @ w),
+        ("wgrad", layer.weight.grad, g2.t() @ x2),
+    ):
+        error = ((ours.double() - exact).norm() / exact.norm()).item()
+        low, most = (0.08, 0.22) if four_bits else (0.01, 0.07)
+        if kind == "wgrad" and recipe in ("mxfp4", "fp8_rowwise_bf16_wgrad"):
+            low, most = 0.0, 0.003
+        assert low < error < most, kind
+
+
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_fast_accumulation_is_for_fprop_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    left, right = (cast(torch.randn(512, 512), E4M3).float() for _ in range(2))
+    one = torch.tensor(1.0)
+    ours = Emulated(torch.float32, accumulate="hopper").gemm(
+        kind, per_tensor(left, one), per_tensor(right, one), torch.float32
+    )
+    a = left.t() if kind == "wgrad" else left
+    b = right.t() if kind == "fprop" else right
+    promote = {True: None, False: 128}
+    fast, split = (hopper.gemm(a, b, (E4M3, E4M3), promote=promote[f]) for f in (True, False))
+    assert not torch.equal(fast, split)
+    assert torch.equal(ours, fast if kind == "fprop" else split)
+
+
+def test_scales_whose_product_leaves_the_range_of_fp32() -> None:
+    """Applied one after another, so that a result that FP32 holds is held."""
+    for exponent in (-75, 66):
+        scale = torch.tensor(1.3 * 2.0**exponent)
+        a, b = torch.full((4, 64), 448.0), torch.full((4, 64), 448.0)
+        if exponent > 0:
+            a = torch.zeros(4, 64)
+        got = Emulated(torch.float32, exact=True).gemm(
+            "fprop", per_tensor(a, scale), per_tensor(b, scale), torch.float32
+        )
+        exact = (a.double() @ b.double().t()) * scale.double() * scale.double()
+        assert torch.allclose(got.double(), exact, rtol=2.0**-22, atol=0)
 
 
 def test_straight_through_gradient_by_finite_differences() -> None:
@@ -293,6 +334,18 @@ def test_row_and_column_scales_go_to_their_side() -> None:
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "hopper"])
+def test_the_order_of_scales_is_the_same_with_a_single_block(accumulate: str) -> None:
+    """(P · s_left) · s_right, where one block covers all of K and N."""
+    torch.manual_seed(0)
+    a, b = torch.randint(-4, 5, (64, 100)).float(), torch.randint(-4, 5, (50, 100)).float()
+    left = QuantizedTensor(a, torch.rand(64, 1), E4M3, Granularity(1, 128))
+    right = QuantizedTensor(b, torch.rand(1, 1), E4M3, Granularity(128, 128))
+    gemms = Emulated(torch.float32, accumulate=accumulate)
+    result = gemms.gemm("fprop", left, right, torch.float32)
+    assert torch.equal(result, ((a @ b.t()) * left.scale_inv) * right.scale_inv)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "hopper"])
 def test_block_scales_are_applied_to_each_partial_sum(accumulate: str) -> None:
     """FP32 block scales: y = fma(P · s_left, s_right, y) over the blocks of the reduction."""
     torch.manual_seed(0)
@@ -303,7 +356,7 @@ def test_block_scales_are_applied_to_each_partial_sum(accumulate: str) -> None:
         "fprop", left, right, torch.float32
     )
     expected = torch.zeros(6, 130)
-    for m, n in itertools.product(range(6), range(130)):
+    for m, n in itertools.product(range(6), range(130)):  # FP64 rounds twice as rarely as 2^-29
         y = torch.tensor(0.0)
         for block in range(3):
             part = slice(128 * block, 128 * (block + 1))
@@ -458,11 +511,11 @@ def test_the_weight_cache_changes_nothing_but_the_work(recipe: str, stochastic: 
 # --- Smooth-SwiGLU ------------------------------------------------------------------------------
 
 
-def down_proj(config: PrecisionConfig) -> QuantizedLinear:
+def down_proj(config: PrecisionConfig) -> tuple[QuantizedLinear, Conversion]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"down_proj": nn.Linear(64, 32, bias=False)})})
-    convert(model, config, CPU)
-    return model["mlp"]["down_proj"]
+    conversion = convert(model, config, CPU)
+    return model["mlp"]["down_proj"], conversion
 
 
 def test_smooth_swiglu_keeps_the_function_and_saves_the_small_channels() -> None:
@@ -473,25 +526,28 @@ def test_smooth_swiglu_keeps_the_function_and_saves_the_small_channels() -> None
     x[:, 1] *= 2.0**-100
     errors = {}
     for smooth in (False, True):
-        layer = down_proj(precision("fp8_current", smooth_swiglu=smooth))
+        layer, _ = down_proj(precision("fp8_current", smooth_swiglu=smooth))
         layer.weight.data[:, 7] *= 2.0**-20  # so that every channel matters alike
         exact = x.double() @ layer.weight.double().t()
         errors[smooth] = ((layer(x).double() - exact).norm() / exact.norm()).item()
     assert errors[False] > 0.3 and errors[True] < 0.05
 
 
-def test_smooth_swiglu_gradients_are_those_of_the_plain_product() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_smooth_swiglu_gradients_are_those_of_the_plain_product(recipe: str) -> None:
+    """In every channel, however large or small: levelling is no business of dgrad."""
     torch.manual_seed(1)
-    x = (torch.randn(64, 64) * 2.0 ** torch.randint(-8, 8, (64,))).requires_grad_()
+    x = (torch.randn(64, 64) * 2.0 ** torch.randint(-18, 18, (64,))).requires_grad_()
     g = torch.randn(64, 32)
-    layer = down_proj(precision("fp8_rowwise", smooth_swiglu=True))
+    layer, conversion = down_proj(precision(recipe, smooth_swiglu=True))
+    warm_up(layer, conversion, x, g)
     layer(x).backward(g)
     for ours, exact in (
         (x.grad, g.double() @ layer.weight.double()),
         (layer.weight.grad, g.double().t() @ x.double()),
     ):
         relative = (ours.double() - exact).norm(dim=0) / exact.norm(dim=0)
-        assert (relative < 0.08).all()  # in every channel, however large
+        assert (relative < (0.35 if recipe in ("nvfp4", "mxfp4") else 0.1)).all()
 
 
 # --- the module ---------------------------------------------------------------------------------

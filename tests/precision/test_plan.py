@@ -76,6 +76,15 @@ def test_a_recipe_for_a_pattern() -> None:
     assert model.layers[0].mlp.down_proj.weight.grad.abs().sum() > 0
 
 
+def test_some_layers_in_fp8_under_bf16() -> None:
+    layers = [LayerRecipeConfig("*.up_proj", "mxfp8")]
+    conversion = convert(tiny(), PrecisionConfig(recipe="bf16", layers=layers), CPU)
+    assert set(conversion.layers) == {f"layers.{n}.mlp.up_proj" for n in (0, 1)}
+    wrong = [LayerRecipeConfig("*.up", "mxfp8")]
+    with pytest.raises(ConfigError, match=r"the pattern \*\.up matches no"):
+        convert(tiny(), PrecisionConfig(recipe="bf16", layers=wrong), CPU)
+
+
 def test_delayed_scaling_for_some_layers_only() -> None:
     precision = PrecisionConfig(
         recipe="fp8_block", layers=[LayerRecipeConfig("*.q_proj", "fp8_delayed")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8train.config import PrecisionConfig
 from fp8train.precision.backends import cpu_kernels
-from fp8train.precision.formats import BY_NAME, E4M3, E5M2, Format, cast
+from fp8train.precision.formats import BY_NAME, E2M1, E4M3, E5M2, Format, cast
 from fp8train.precision.nvfp4 import hadamard, quantize_nvfp4
 from fp8train.precision.quantize import (
     Draw,
@@ -392,3 +392,35 @@ def test_signal_to_noise(name: str, per_tensor, vector, square, mx) -> None:
             assert snr(x, got(block, fp32)) == pytest.approx(expected[index], abs=0.3)
             assert snr(x, got(block, power_of_two)) == pytest.approx((31.5, 25.5)[index], abs=0.3)
         assert snr(x, got(Granularity(1, 32), e8m0)) == pytest.approx(mx[index], abs=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_block_s_scale_overflows_to_the_input_s_type(dtype: torch.dtype) -> None:
+    x = torch.full((1, 128), 1e-37, dtype=dtype)
+    payload = Payload(torch.float32)
+    for granularity, scale in (
+        (Granularity(1, 128), torch.finfo(dtype).max),
+        (ROW, torch.finfo(torch.float32).max),
+    ):
+        made = quantize(x, E4M3, granularity, ScaleRule("fp32"), payload)
+        assert made.scale_inv.item() == (1 / torch.tensor(scale)).item()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda fmt: fmt.name)
+def test_an_exact_fold_keeps_every_product_in_range(fmt: Format) -> None:
+    """Where the least and the largest values of two operands fold, their products are exact."""
+    rule, payload = ScaleRule("power_of_two"), Payload(torch.float32, "exact")
+    folded = []
+    for exponent in range(-126, 127):
+        x = torch.full((1, 128), fmt.max) * 2.0**exponent
+        x[0, 1:] = fmt.smallest * 2.0**exponent
+        if not x.isfinite().all():
+            continue
+        made = quantize(x, fmt, Granularity(1, 128), rule, payload)
+        if made.folded:
+            folded.append(exponent)
+            values = made.payload
+            for product in (values[0, 0] * values[0, 0] * 1024, values[0, 1] * values[0, 1]):
+                assert 2.0**-126 <= product.item() < float("inf")
+    assert folded == list(range(folded[0], folded[-1] + 1))
+    assert folded[0] < -30 and folded[-1] > 30  # ordinary tensors fold

@@ -96,6 +96,22 @@ def test_each_key_of_a_gemm_reaches_its_operand() -> None:
             assert [place for place, fmt in found.items() if fmt == E5M2] == [(role, copy)]
 
 
+def test_a_bf16_input_alone_leaves_the_weight_s_column_scales() -> None:
+    """One scale for the weight of dgrad belongs to the variant with wgrad in BF16."""
+    config = PrecisionConfig(recipe="fp8_rowwise")
+    config.formats.input = "bf16"
+    assert recipe_of(config).granularity("weight") == (ROW, COLUMN)
+
+
+def test_mxfp4_with_formats_of_its_own() -> None:
+    config = PrecisionConfig(recipe="mxfp4")
+    config.formats.dgrad.weight = "bf16"
+    recipe = recipe_of(config)
+    assert str(recipe.formats.weight) == "E2M1|BF16" and not recipe.shares_copies("weight")
+    config.formats.input = "e2m1"
+    assert not recipe_of(config).shares_copies("input")
+
+
 def test_quantized_share() -> None:
     shares = {name: recipe.formats.quantized_share for name, recipe in DEFAULTS.items()}
     assert shares.pop("fp8_rowwise_bf16_wgrad") == pytest.approx(2 / 3)

@@ -161,3 +161,19 @@ def disagree() -> str:
     except ConfigError as error:
         return str(error)
     return "nothing"
+
+
+def positions() -> tuple[int, int, int]:
+    """Where stochastic rounding stands in the second micro batch of the second step."""
+    config = small_config()
+    config.trainer.global_batch_size, config.trainer.micro_batch_size = 8, 2
+    one = learner_of(config, Progress())
+    one.step()
+    one.step()
+    position = one.parallel.conversion.position
+    return position.step, position.micro_batch, position.row_offset
+
+
+def test_every_rank_and_micro_batch_draws_bits_of_its_own(tmp_path: Path) -> None:
+    """Step 1 begins at sample 8; its second round at 12; rank 1's rows follow rank 0's 2·16."""
+    assert on_ranks(2, tmp_path, positions) == [(1, 12, 0), (1, 12, 32)]

@@ -22,6 +22,7 @@ from fp8train.precision.backends import hopper
 from fp8train.precision.formats import Format
 from fp8train.precision.quantize import Payload
 from fp8train.precision.quantizers import Operand
+from fp8train.precision.scaling import FLT_MIN
 from fp8train.precision.tensor import QuantizedTensor
 
 
@@ -46,12 +47,14 @@ class Side:
         scale_inv: FP32 [R or 1, K-blocks]; None for 1.
         block: values of K that share a column of scale_inv.
         factor: FP32 scalar over all; None for 1.
+        blocked: scales belong to partial sums over blocks of K.
     """
 
     values: Tensor
     scale_inv: Tensor | None = None
     block: int = 0
     factor: Tensor | None = None
+    blocked: bool = False
 
     @classmethod
     def of(cls, operand: Operand, transposed: bool) -> Side:
@@ -66,17 +69,14 @@ class Side:
             return cls(values, factor=operand.tensor_scale_inv)
         if scale_inv.shape[0] > 1:
             scale_inv = scale_inv.repeat_interleave(rows, 0)[: values.shape[0]]
-        return cls(values, scale_inv, columns, operand.tensor_scale_inv)
-
-    @property
-    def k_blocks(self) -> int:
-        return 1 if self.scale_inv is None else self.scale_inv.shape[1]
+        factor = operand.tensor_scale_inv
+        return cls(values, scale_inv, columns, factor, granularity.is_block)
 
     def scale_of(self, start: int) -> Tensor | None:
         """FP32 [R or 1, 1]: the scales of the values of K from `start` on."""
         if self.scale_inv is None:
             return None
-        index = start // self.block if self.k_blocks > 1 else 0
+        index = start // self.block if self.blocked else 0
         return self.scale_inv[:, index : index + 1]
 
 
@@ -118,50 +118,52 @@ class Emulated:
         ):
             every = None if kind == "fprop" else hopper.PROMOTE
             return self._hopper(left, right, (a.fmt, b.fmt), every).to(dtype)
-        if left.k_blocks > 1 or right.k_blocks > 1:
+        if left.blocked or right.blocked:
             return self._by_blocks(left, right).to(dtype)
         return self._whole(left, right, dtype)
 
     def _whole(self, left: Side, right: Side, dtype: torch.dtype) -> Tensor:
         """One GEMM over all of K."""
         x, w = (side.values.to(self.compute_dtype) for side in (left, right))
-        scalar, vectors = _scales(left, right)
+        scales = _scales(left, right)
         on_cpu = x.device.type == "cpu"
-        if on_cpu and self.compute_dtype == dtype == torch.bfloat16 and not vectors:
+        scalar = all(scale.numel() == 1 for scale in scales) and len(scales) <= 1
+        if on_cpu and self.compute_dtype == dtype == torch.bfloat16 and scalar:
             # torch applies alpha to the FP32 accumulator, before its rounding to BF16.
-            alpha = 1.0 if scalar is None else scalar.item()
+            alpha = scales[0].item() if scales else 1.0
             return torch.addmm(x.new_zeros(1), x, w.t(), beta=0, alpha=alpha)
         if on_cpu or self.compute_dtype == torch.float32:
             product = x.float() @ w.float().t()  # torch's BF16 GEMM has no FP32 output there
         else:
             product = torch.mm(x, w.t(), out_dtype=torch.float32)
-        return _times(product, scalar, vectors).to(dtype)
+        return _times(product, scales).to(dtype)
 
     def _by_blocks(self, left: Side, right: Side) -> Tensor:
         """A sum over blocks of K: y + (P · s_left) · s_right in FP32, in order."""
-        size = min(side.block for side in (left, right) if side.k_blocks > 1)
+        size = min(side.block for side in (left, right) if side.blocked)
         x, w = left.values.float(), right.values.float()
         y = x.new_zeros(x.shape[0], w.shape[0])
         for start in range(0, x.shape[1], size):
             part = slice(start, start + size)
             _add_scaled(y, x[:, part] @ w[:, part].t(), left, right, start)
-        return _times(y, left.factor, [] if right.factor is None else [right.factor])
+        return _times(y, [side.factor for side in (left, right) if side.factor is not None])
 
     def _hopper(
         self, left: Side, right: Side, formats: tuple[Format, Format], every: int | None
     ) -> Tensor:
         """As an H100 sums: fast accumulation in fprop, split in dgrad, wgrad and block scaling."""
         x, w = left.values, right.values.t()
-        if left.k_blocks == right.k_blocks == 1:
-            return _times(hopper.gemm(x, w, formats, promote=every), *_scales(left, right))
+        if not (left.blocked or right.blocked):
+            return _times(hopper.gemm(x, w, formats, promote=every), _scales(left, right))
         y = torch.zeros(x.shape[0], w.shape[1], device=x.device)
         for index, partial in enumerate(hopper.partials(x, w, formats)):
             _add_scaled(y, partial, left, right, index * hopper.PROMOTE)
         return y
 
 
-def _scales(left: Side, right: Side) -> tuple[Tensor | None, list[Tensor]]:
-    """The scales of a product without blocks: all scalars as one, and those by row or column."""
+def _scales(left: Side, right: Side) -> list[Tensor]:
+    """The scales of a product without blocks, to be multiplied in order: a scalar that is the
+    product of all scalars, as far as FP32 holds it, and those by row or column."""
     scalars = [side.factor for side in (left, right) if side.factor is not None]
     vectors = []
     for scale, by_row in ((left.scale_of(0), True), (right.scale_of(0), False)):
@@ -169,17 +171,27 @@ def _scales(left: Side, right: Side) -> tuple[Tensor | None, list[Tensor]]:
             scalars.append(scale.view(()))
         elif scale is not None:
             vectors.append(scale if by_row else scale.t())
-    scalar = None
+    merged: list[Tensor] = []
     for factor in scalars:
-        scalar = factor if scalar is None else scalar * factor
-    return scalar, vectors
+        if not merged:
+            merged = [factor]
+            continue
+        both = merged[-1] * factor
+        fits = both.isfinite() & (both.abs() >= FLT_MIN)
+        # Without asking for the answer, which a GPU would have to wait for.
+        merged[-1:] = [torch.where(fits, both, merged[-1]), torch.where(fits, 1.0, factor)]
+    return [scale for scale in (*merged, *vectors) if not _is_one(scale)]
 
 
-def _times(product: Tensor, scalar: Tensor | None, vectors: list[Tensor]) -> Tensor:
+def _is_one(scale: Tensor) -> bool:
+    """Whether a multiplication can be left out; asked on a CPU only, where it costs nothing."""
+    return scale.device.type == "cpu" and scale.numel() == 1 and scale.item() == 1.0
+
+
+def _times(product: Tensor, scales: list[Tensor]) -> Tensor:
     """The FP32 product, multiplied in place by its scales."""
-    for scale in (scalar, *vectors):
-        if scale is not None:
-            product.mul_(scale)
+    for scale in scales:
+        product.mul_(scale)
     return product
 
 
@@ -192,7 +204,7 @@ def _add_scaled(y: Tensor, partial: Tensor, left: Side, right: Side, start: int)
         partial.mul_(scale)
     if (scale := right.scale_of(start)) is None:
         y.add_(partial)
-    else:  # FP64 holds the product of two FP32 numbers, so this rounds to FP32 once
+    else:  # FP64 holds the product exactly; its sum is rounded twice in about one of 2^29 cases
         y.copy_(torch.addcmul(y.double(), partial.double(), scale.t().double()))
 
 

@@ -48,7 +48,7 @@ class QuantizedLayers:
                     quantizers[role] = Scaled(recipe, role, payload, rounding)
             numerics = Numerics(quantizers, self.gemms, job.position)
             installed.numerics[name] = numerics
-            smooth = Smoothing() if layer.smooth else None
+            smooth = Smoothing() if layer.recipe.smooth else None
             replacement = QuantizedLinear.take_over(
                 job.linear(name), numerics, cache=job.cache, smooth=smooth
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8train.config import RECIPES, ConfigError, PrecisionConfig
+from fp8train.config import ConfigError, PrecisionConfig
 from fp8train.precision.backends import torch_gemms, transformer_engine
 from fp8train.precision.backends.emulated import Emulated
 from fp8train.precision.backends.protocol import Backend
@@ -45,9 +45,7 @@ def choose(precision: PrecisionConfig, machine: Machine) -> str:
 
 
 def recipes_of(precision: PrecisionConfig) -> dict[str, Recipe]:
-    """The recipes that quantise, of the run and of `precision.layers`; none for bf16 and fp32."""
-    if precision.recipe not in RECIPES:
-        return {}
+    """The recipes that quantise, of the run and of `precision.layers`."""
     names = dict.fromkeys([precision.recipe, *(layers.recipe for layers in precision.layers)])
     found = {name: recipe_of(precision, name) for name in names}
     return {name: recipe for name, recipe in found.items() if recipe is not None}

@@ -1,8 +1,7 @@
 """The `torch` backend: values in their real eight bits, multiplied by torch's scaled GEMMs.
 
-On a GPU those are cuBLAS's and CUTLASS's FP8 kernels, after Triton casts; a CPU has such GEMMs for one
-scale a tensor or a row (slow ones where it lacks the instructions: `emulated` is the backend for
-CPUs).
+On a GPU those are cuBLAS's and CUTLASS's FP8 kernels, after Triton casts; a CPU has such GEMMs for
+one scale a tensor or a row, slow where it lacks the instructions: `emulated` is for CPUs.
 
 The kernels want both operands as [rows of the output, K] with K contiguous, so an operand that is
 reduced over its rows is transposed on the way, in eight bits, unless its cast stored it so already.
