@@ -37,10 +37,10 @@ from fp8train.config import (
     from_container,
     nearest,
     unknown_key,
-    valid_keys,
     value_error,
 )
 
+LAYER_RECIPES = """'precision.layer_recipes=[{pattern: "*.down_proj", recipe: fp8_block}]'"""
 ROOT = Path(__file__).resolve().parent.parent
 Task = Callable[[Config, list[str]], int]
 
@@ -105,7 +105,9 @@ def build_config(composed: DictConfig, schema: type[Config]) -> Config:
     try:
         container = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} is not set: give {error.full_key}=VALUE") from error
+        key = str(error.full_key)
+        give = LAYER_RECIPES if key.startswith("precision.layer_recipes") else f"{key}=VALUE"
+        raise ConfigError(f"{key} is not set: give {give}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
@@ -159,16 +161,20 @@ def one_line(error: BaseException, schema: type[Config] = Config) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):
+        if str(error.override).startswith("precision.layer_recipes"):
+            return f"cannot read {error.override}: give {LAYER_RECIPES}"
         return f"cannot read {error.override}: write key=value, with quotes around special signs"
     text = str(error).strip()
     if match := re.match(r"Could not override '([^']+)'", text):
         key = match[1]
         if key == "recipe" or "No match in the defaults list" in text:
             return f"{key}: to choose one, write +{key}=NAME"
-        if key in valid_keys(schema) and error.__cause__:  # the key is right, an entry's is not
-            return f"{key}: {str(error.__cause__).splitlines()[0]}"
+        if key == "precision.layer_recipes":  # the key is right, an entry is not
+            return f"{key}: give {LAYER_RECIPES}"
         return unknown_key(key, schema)
     cause = error.__cause__
+    if "precision.layer_recipes" in text:
+        return f"precision.layer_recipes: give {LAYER_RECIPES}"
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return value_error(cause, schema)
     return text.splitlines()[0] if text else type(error).__name__

@@ -142,7 +142,7 @@ class PrecisionConfig:
     exclude: list[str] = field(default_factory=list)
     bf16_first_blocks: int = 0  # so many blocks stay in BF16
     bf16_last_blocks: int = 0
-    layers: list[LayerRecipeConfig] = field(default_factory=list)  # another recipe for some
+    layer_recipes: list[LayerRecipeConfig] = field(default_factory=list)  # another for some layers
     # Outliers of SwiGLU, in the linear after it (*.down_proj).
     bf16_inputs: list[str] = field(default_factory=list)  # patterns of layers: input stays in BF16
     smooth_swiglu: bool = False  # channels are levelled before they are quantised
@@ -260,6 +260,26 @@ def valid_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The innermost values of nested groups, by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def written(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+
+
 def nearest(name: str, choices: list[str]) -> str:
     """A hint «; nearest: …» from the choices, empty when nothing is near."""
     near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
@@ -287,6 +307,17 @@ def unknown_key(key: str, schema: type[Config]) -> str:
 WANTED = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 
 
+WANTED_BY_TYPE = {list: "a list, in brackets and quotes: '[one,another]'", bool: "true or false"}
+
+
+def default_of(key: str, schema: type[Config]) -> Any:
+    """The default at a dotted key of the schema; None if there is no such key."""
+    value: Any = schema()
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
 def value_error(error: OmegaConfBaseException, schema: type[Config]) -> str:
     """One line for what OmegaConf refused: an unknown key or a value of the wrong type."""
     key = str(error.full_key or error.key)
@@ -297,8 +328,14 @@ def value_error(error: OmegaConfBaseException, schema: type[Config]) -> str:
         return f"{key}={match[1]}: give {WANTED.get(match[2], match[2])}"
     if "is not Optional" in reason:
         return f"{key}=null: must have a value"
-    if isinstance(error.object_type, type) and is_dataclass(error.object_type):
-        return f"{key} is a group of keys: set one of them, {key}.NAME=VALUE"
+    kind = type(default_of(key, schema))
+    kind = list if "is not a ListConfig" in reason else kind
+    kind = bool if "not a valid bool" in reason else kind
+    if wanted := WANTED_BY_TYPE.get(kind):
+        return f"{key}: give {wanted}"
+    if is_dataclass(default_of(key, schema)):
+        first = fields(default_of(key, schema))[0].name
+        return f"{key} is a group of keys: set one of them, as {key}.{first}=VALUE"
     return f"{key}: {reason}"
 
 
@@ -395,6 +432,7 @@ AT_MOST = {
     "model.norm_eps": 1,
     "model.init_std": 1e38,
     "precision.margin": 32,  # beyond, a scale could underflow
+    "precision.amax_history_length": 2**20,
     "schedule.min_lr_ratio": 1,
 }
 NOT_YET = ("tensor", "pipeline", "context", "replicate")
@@ -457,18 +495,18 @@ def _check_precision(config: Config) -> None:
                 f"precision.stochastic_rounding={precision.stochastic_rounding}: {role} is no "
                 f"role; there are {', '.join(ROLES)}"
             )
-    for layers in precision.layers:
+    for layers in precision.layer_recipes:
         if layers.recipe not in ("bf16", *RECIPES):
             raise ConfigError(
-                f"precision.layers: {layers.recipe} for {layers.pattern} is no recipe; choose one "
-                f"of bf16, {', '.join(RECIPES)}"
+                f"precision.layer_recipes: {layers.recipe} for {layers.pattern} is no recipe; "
+                f"choose one of bf16, {', '.join(RECIPES)}"
             )
-    if precision.recipe == "fp32" and precision.layers:
+    if precision.recipe == "fp32" and precision.layer_recipes:
         raise ConfigError(
-            "precision.layers: precision=fp32 computes everything in FP32; use precision=bf16 for "
-            "the layers that match no pattern, or leave precision.layers out"
+            "precision.layer_recipes: precision=fp32 computes everything in FP32; use "
+            "precision=bf16 for the layers that match no pattern, or leave it out"
         )
-    used = {precision.recipe, *(layers.recipe for layers in precision.layers)}
+    used = {precision.recipe, *(layers.recipe for layers in precision.layer_recipes)}
     _check_recipe_options(precision, used)
 
 
@@ -480,10 +518,11 @@ def _check_recipe_options(precision: PrecisionConfig, used: set[str]) -> None:
             f"precision.accumulate=hopper: Hopper has no {on_blackwell[0]}; use "
             f"precision.accumulate=fp32, or a recipe that it has, as precision=fp8_block"
         )
-    if precision.power_of_two_scales is False and on_blackwell:
+    fixed = "nvfp4" in used if precision.power_of_two_scales else bool(on_blackwell)
+    if precision.power_of_two_scales is not None and fixed:
         raise ConfigError(
-            f"precision.power_of_two_scales=false: the scales of {on_blackwell[0]} are part of "
-            f"its format; set it to null"
+            f"precision.power_of_two_scales={str(precision.power_of_two_scales).lower()}: the "
+            f"scales of {on_blackwell[-1]} are part of its format; set it to null"
         )
     four_bit = sorted(used & {"nvfp4", "mxfp4"})
     if precision.format is not None and four_bit:
@@ -492,7 +531,10 @@ def _check_recipe_options(precision: PrecisionConfig, used: set[str]) -> None:
         )
     for key, name in _formats_set(precision):
         if four_bit and name not in ("e2m1", "bf16"):
-            raise ConfigError(f"{key}={name}: {four_bit[0]} has e2m1 and bf16 only")
+            raise ConfigError(
+                f"{key}={name}: {four_bit[0]}, which this run uses, has e2m1 and bf16 only, and "
+                f"precision.formats holds for all of its layers; leave it out"
+            )
 
 
 def _formats_set(precision: PrecisionConfig) -> list[tuple[str, str]]:

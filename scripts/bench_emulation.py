@@ -158,7 +158,7 @@ def compare(
     if peer is not None:
         beside = pairs_of(peer, candidate, min(pairs, TORCHAO_PAIRS))
         speedup = statistics.median(other / mine for other, mine in beside)
-    return {
+    row = {
         "recipe": recipe,
         "shape": shape,
         "ratio_to_bf16": statistics.median(ratios),
@@ -167,6 +167,8 @@ def compare(
         "speedup_over_torchao": speedup,
         "bf16_seconds": statistics.median(bf16 for _, bf16 in found),
     }
+    print(*text(row), file=sys.stderr, flush=True)  # the whole takes a quarter of an hour
+    return row
 
 
 def measure_linear(

@@ -25,6 +25,16 @@ MISTAKES = [  # overrides, what the line must say
     (["data.path=/no/such/file"], ["data.path=/no/such/file"]),
     (["precision.backend=transformer_engine"], ["transformer_engine", "CUDA GPU", "emulated"]),
     (["precision.include=[layers.*.mlpp]"], ["layers.*.mlpp", "layers.*.mlp.up_proj"]),
+    (["precision.exclude=*.down_proj"], ["precision.exclude: give a list"]),
+    (["precision.smooth_swiglu=perhaps"], ["precision.smooth_swiglu", "true or false"]),
+    (
+        ['precision.layer_recipes=[{patern: "*.down_proj", recipe: mxfp8}]'],
+        ["precision.layer_recipes: give", '{pattern: "*.down_proj", recipe: fp8_block}'],
+    ),
+    (
+        ['precision.layer_recipes=[{pattern: "*.down_proj"}]'],
+        ["precision.layer_recipes[0].recipe is not set: give", "recipe: fp8_block"],
+    ),
     (["parallel.tensor=2"], ["parallel.tensor=2", "does not run yet"]),
     (["parallel.shard=3"], ["parallel.shard=3", "world size, 1"]),
     (["trainer.global_batch_size=7"], ["trainer.global_batch_size=7", "use 8"]),

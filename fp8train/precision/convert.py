@@ -52,9 +52,8 @@ class Conversion:
             group: the ranks that hold a piece of the same tensors, for delayed scaling.
             skipped: masters stayed as they were, so amaxes are forgotten.
         """
-        self.cache.version += (
-            1  # of a skipped step too: the next one takes the weights' amaxes anew
-        )
+        # After a skipped step too: the next one takes the weights' amaxes anew.
+        self.cache.version += 1
         if self.delayed is not None:
             if skipped:
                 self.delayed.discard()

@@ -146,7 +146,11 @@ class QuantizedMatmul(torch.autograd.Function):
 def _flatten(
     operands: list[Operand | None],
 ) -> tuple[list[Tensor | None], Callable[[tuple[Tensor | None, ...]], list[Operand | None]]]:
-    """The operands' tensors, for autograd to save, and a function that puts them back."""
+    """The operands' tensors, and a function that puts the operands together again.
+
+    What backward needs has to go through autograd as plain tensors: then recomputation and hooks
+    on saved tensors see it, and it is freed in time.
+    """
     tensors: list[Tensor | None] = []
     shells: list[Operand | None] = []
     for operand in operands:

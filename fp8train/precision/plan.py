@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fp8train.config import ConfigError, PrecisionConfig
-from fp8train.precision.recipes import Copies, Recipe, recipe_of
+from fp8train.precision.recipes import ROLES, Copies, Recipe, recipe_of
 
 SWIGLU_OUTPUT = "*.down_proj"  # the linear whose input is SwiGLU's output
 
@@ -35,38 +35,47 @@ def plan(names: list[str], precision: PrecisionConfig) -> dict[str, LayerPlan]:
     Raises:
         ConfigError: a pattern that matches nothing, blocks that are not there, or nothing left.
     """
-    if recipe_of(precision) is None and not precision.layers:
+    if recipe_of(precision) is None and not precision.layer_recipes:
         return {}
-    for key, patterns in (
-        ("include", precision.include),
-        ("exclude", precision.exclude),
-        ("layers", [layers.pattern for layers in precision.layers]),
-        ("bf16_inputs", precision.bf16_inputs),
-    ):
+    for key, patterns in (("include", precision.include), ("exclude", precision.exclude)):
         for pattern in patterns:
             _must_match(f"precision.{key}: the pattern {pattern}", pattern, names)
-    if precision.smooth_swiglu:
-        _must_match(f"precision.smooth_swiglu levels {SWIGLU_OUTPUT}, which", SWIGLU_OUTPUT, names)
     in_bf16 = _outer_blocks(names, precision)
-    plans = {}
-    for name in names:
-        if not _matches(name, precision.include) or _matches(name, precision.exclude):
-            continue
-        if name not in in_bf16 and (found := _plan_of(name, precision)) is not None:
-            plans[name] = found
-    if not plans:
+    chosen = [
+        name
+        for name in names
+        if _matches(name, precision.include)
+        and not _matches(name, precision.exclude)
+        and name not in in_bf16
+    ]
+    if not chosen:
         raise ConfigError(
-            f"precision.include={precision.include} without precision.exclude={precision.exclude} "
-            f"and the blocks that stay in BF16 leaves no layer for {precision.recipe}: widen the "
-            f"first, or use precision=bf16"
+            f"precision.include={precision.include} leaves no layer after precision.exclude="
+            f"{precision.exclude} and the blocks in BF16: widen it, or use precision=bf16"
         )
+    left = " that include, exclude and the blocks in BF16 leave"
+    for layers in precision.layer_recipes:
+        what = f"precision.layer_recipes: the pattern {layers.pattern}"
+        _must_match(what, layers.pattern, chosen, left)
+    for pattern in precision.bf16_inputs:
+        _must_match(f"precision.bf16_inputs: the pattern {pattern}", pattern, chosen, left)
+    if precision.smooth_swiglu:
+        what = f"precision.smooth_swiglu levels {SWIGLU_OUTPUT}, which"
+        _must_match(what, SWIGLU_OUTPUT, chosen, left)
+    plans = {name: found for name in chosen if (found := _plan_of(name, precision)) is not None}
+    for name, found in plans.items():
+        if not any(fmt for role in ROLES for fmt in found.recipe.formats.of(role)):
+            raise ConfigError(
+                f"precision.formats leaves {name} no format but BF16 under {found.name}: set one, "
+                f"or use precision=bf16"
+            )
     return plans
 
 
 def _plan_of(name: str, precision: PrecisionConfig) -> LayerPlan | None:
-    """One layer's plan; the last pattern of `precision.layers` that matches decides."""
+    """One layer's plan; the last pattern of `precision.layer_recipes` that matches decides."""
     recipe_name = precision.recipe
-    for layers in precision.layers:
+    for layers in precision.layer_recipes:
         if _matches(name, [layers.pattern]):
             recipe_name = layers.recipe
     recipe = recipe_of(precision, recipe_name)
@@ -100,13 +109,10 @@ def _block_number(name: str) -> str | None:
     return next((part for part in name.split(".") if part.isdigit()), None)
 
 
-def _must_match(what: str, pattern: str, names: list[str]) -> None:
-    if not _any_match(names, pattern):
-        raise ConfigError(f"{what} matches no linear layer; there are {', '.join(kinds(names))}")
-
-
-def _any_match(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+def _must_match(what: str, pattern: str, names: list[str], which: str = "") -> None:
+    if not any(_matches(name, [pattern]) for name in names):
+        there = ", ".join(kinds(names))
+        raise ConfigError(f"{what} matches no linear layer{which}; there are {there}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

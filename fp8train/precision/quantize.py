@@ -50,7 +50,7 @@ class Draw:
 
     Attributes:
         key: of the seed, the layer, the role and the copy (`philox.key_of`).
-        tick: counts micro batches.
+        tick: the micro batch, of a weight the step.
         row_offset, column_offset: where this matrix lies in the global one.
     """
 

@@ -133,16 +133,17 @@ class DelayedScaling(Recipe):
 class RowwiseScaling(Recipe):
     """One scale a row of the left operand and a column of the right one (torchao).
 
-    With the weight gradient in high precision the dgrad weight has one scale in all, as there.
+    Attributes:
+        bf16_wgrad: the variant with the weight gradient in BF16, whose dgrad weight has one scale
+            in all, as there.
     """
 
     formats: Formats = ALL_E4M3
     power_of_two: bool = True
+    bf16_wgrad: bool = False
 
     def granularity(self, role: str) -> tuple[Granularity, Granularity]:
-        formats = self.formats
-        bf16_wgrad = formats.input.columnwise is None and formats.grad_output.columnwise is None
-        return ROW, TENSOR if role == "weight" and bf16_wgrad else COLUMN
+        return ROW, TENSOR if role == "weight" and self.bf16_wgrad else COLUMN
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ DEFAULTS: dict[str, Recipe] = {
     "fp8_delayed": DelayedScaling(),
     "fp8_current": CurrentScaling(),
     "fp8_rowwise": RowwiseScaling(),
-    "fp8_rowwise_bf16_wgrad": RowwiseScaling(_bf16_wgrad(ALL_E4M3)),
+    "fp8_rowwise_bf16_wgrad": RowwiseScaling(_bf16_wgrad(ALL_E4M3), bf16_wgrad=True),
     "fp8_block": BlockScaling(),
     "mxfp8": MXScaling(),
     "nvfp4": NVFP4Scaling(),
@@ -265,7 +266,10 @@ def recipe_of(precision: PrecisionConfig, name: str | None = None) -> Recipe | N
 
 
 def _with_overrides(formats: Formats, precision: PrecisionConfig) -> Formats:
-    """The formats after `precision.formats`: a role's first, then a GEMM's."""
+    """The formats after `precision.formats`: a role's first, then a GEMM's.
+
+    A role's leaves a copy that the recipe keeps in BF16 there; its GEMM's name reaches it.
+    """
     asked = precision.formats
     found = {
         (role, copy): getattr(formats.of(role), copy)
@@ -273,7 +277,7 @@ def _with_overrides(formats: Formats, precision: PrecisionConfig) -> Formats:
         for role, copy in operands
     }
     for role, copy in found:
-        if (name := getattr(asked, role)) is not None:
+        if (name := getattr(asked, role)) is not None and found[role, copy] is not None:
             found[role, copy] = BY_NAME.get(name)  # bf16 is no format to cast to
     for gemm, operands in OPERANDS.items():
         for role, copy in operands:

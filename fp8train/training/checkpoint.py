@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fp8train.config import Config, ConfigError, gradient_reduction
+from fp8train.config import Config, ConfigError, flattened, gradient_reduction, written
 from fp8train.parallel.parallelize import ParallelModel
 
 MANIFEST = "manifest.json"
@@ -87,14 +87,15 @@ def read_manifest(checkpoint: Path, config: Config, fingerprint: str) -> Progres
     manifest = _manifest(checkpoint)
     if manifest is None:
         raise ConfigError(f"{checkpoint} is not a complete checkpoint: resume from another")
-    for group, keys in held(config).items():
-        for key, value in keys.items():
-            theirs = manifest[group].get(key)
-            if theirs != value:
-                raise ConfigError(
-                    f"{checkpoint} is a checkpoint of another {group}: {group}.{key} is {theirs} "
-                    f"there and {value} here; use its configuration, or another run.name="
-                )
+    theirs = flattened(manifest)
+    for key, value in flattened(held(config)).items():
+        if theirs.get(key) != value:
+            group = "gradient reduction" if key == "gradients.reduce" else key.partition(".")[0]
+            raise ConfigError(
+                f"{checkpoint} is a checkpoint of another {group}: {key} is "
+                f"{written(theirs.get(key))} there and {written(value)} here; use its "
+                f"configuration, or another run.name="
+            )
     if manifest["data_fingerprint"] != fingerprint:
         raise ConfigError(
             f"{checkpoint} was trained on other data: fingerprint {manifest['data_fingerprint']} "

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+FILE_WIDTH = 160  # columns where the output is not a terminal: nothing is cut
 LINES = 20  # progress lines of a run whose output is not a terminal
 
 
@@ -16,6 +17,8 @@ class ProgressLine:
 
     def __init__(self, steps: int, start: int, visible: bool) -> None:
         self.console = Console(highlight=False, quiet=not visible)
+        if not self.console.is_terminal:
+            self.console.width = FILE_WIDTH
         self.steps = steps
         self.every = max(1, steps // LINES)
         self.start, self.busy = start, 0.0  # seconds spent in steps, validation left out

@@ -8,11 +8,12 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8train.config import Config, gradient_reduction
+from fp8train.config import Config, PrecisionConfig, flattened, gradient_reduction, written
 from fp8train.parallel.runtime import Ranks
 from fp8train.planning.flops import fp8_fraction, model_flops
 from fp8train.training.learner import Learner, StepResult
@@ -166,12 +167,15 @@ class Reporter:
             "model": f"{config.model.name}, {self.parameters:,} parameters",
             "layout": f"shard {world_size}, on {self.learner.device.type}",
             "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
-            "FP8": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs",
+            "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
+            "eight bits or fewer",
             "gradients": f"sent as {gradient_reduction(config)}, summed in FP32{alone}",
             "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
         }
+        if options := options_set(config.precision):
+            facts["options"] = options
         scaler = self.learner.loss_scaler
         if scaler.mode != "none":
             facts["loss scale"] = f"{scaler.mode}, {scaler.scale}"
@@ -185,6 +189,17 @@ class Reporter:
         if self.learner.progress.step:
             facts["resumed"] = f"from step {self.learner.progress.step}"
         return facts
+
+
+def options_set(precision: PrecisionConfig) -> str:
+    """The options of a precision that differ from the defaults, as they are written."""
+    default = flattened(asdict(PrecisionConfig(precision.recipe)))
+    apart = ("backend", "telemetry.every")  # have lines of their own
+    return " ".join(
+        f"{key}={written(value)}"
+        for key, value in flattened(asdict(precision)).items()
+        if value != default[key] and key not in apart
+    )
 
 
 def peak_memory(device: torch.device) -> int:

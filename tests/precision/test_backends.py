@@ -164,7 +164,7 @@ def test_refusals(backend: str, recipe: str, here: Machine, reason: str) -> None
     # One layer in the recipe is enough.
     layers = [LayerRecipeConfig("*.down_proj", recipe), LayerRecipeConfig("*.up_proj", "bf16")]
     with pytest.raises(ConfigError, match=r"precision\.backend"):
-        choose(precision("fp8_current", backend=backend, layers=layers), here)
+        choose(precision("fp8_current", backend=backend, layer_recipes=layers), here)
 
 
 def test_what_is_not_quantised_runs_on_any_backend() -> None:
@@ -175,7 +175,7 @@ def test_what_is_not_quantised_runs_on_any_backend() -> None:
 
 
 def down_proj(recipe: str) -> dict[str, Any]:
-    return {"layers": [LayerRecipeConfig("*.down_proj", recipe)]}
+    return {"layer_recipes": [LayerRecipeConfig("*.down_proj", recipe)]}
 
 
 LACKING = [  # backend, recipe, compute capability, options, how the refusal begins
@@ -227,8 +227,8 @@ LACKING = [  # backend, recipe, compute capability, options, how the refusal beg
         "fp8_block",
         (9, 0),
         down_proj("fp8_current"),
-        "precision.layers: precision.backend=transformer_engine runs one recipe a model, not "
-        "fp8_block, fp8_current; keep fp8_block and bf16",
+        "precision.backend=transformer_engine runs one recipe a model, not fp8_block, fp8_current; "
+        "keep fp8_block and bf16",
     ),
     (
         "transformer_engine",
@@ -403,7 +403,7 @@ def test_as_the_emulated_backend(recipe: str, options: dict[str, Any]) -> None:
 
 def test_recipes_side_by_side() -> None:
     model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
-    config = precision("fp8_current", layers=[LayerRecipeConfig("b", "fp8_rowwise")])
+    config = precision("fp8_current", layer_recipes=[LayerRecipeConfig("b", "fp8_rowwise")])
     conversion: Conversion = convert(model, config, CPU, backend="torch")
     assert [row[2] for row in conversion.table] == ["fp8_current", "fp8_rowwise"]
     x = torch.randn(4, 32, requires_grad=True)

@@ -62,7 +62,7 @@ def test_a_recipe_for_a_pattern() -> None:
         LayerRecipeConfig("*.down_proj", "fp8_block"),
         LayerRecipeConfig("layers.1.mlp.down_proj", "bf16"),
     ]
-    precision = PrecisionConfig(recipe="fp8_current", layers=layers)
+    precision = PrecisionConfig(recipe="fp8_current", layer_recipes=layers)
     model = tiny(3)
     conversion = convert(model, precision, CPU)
     named = {name: layer.name for name, layer in conversion.layers.items()}
@@ -78,16 +78,16 @@ def test_a_recipe_for_a_pattern() -> None:
 
 def test_some_layers_in_fp8_under_bf16() -> None:
     layers = [LayerRecipeConfig("*.up_proj", "mxfp8")]
-    conversion = convert(tiny(), PrecisionConfig(recipe="bf16", layers=layers), CPU)
+    conversion = convert(tiny(), PrecisionConfig(recipe="bf16", layer_recipes=layers), CPU)
     assert set(conversion.layers) == {f"layers.{n}.mlp.up_proj" for n in (0, 1)}
     wrong = [LayerRecipeConfig("*.up", "mxfp8")]
     with pytest.raises(ConfigError, match=r"the pattern \*\.up matches no"):
-        convert(tiny(), PrecisionConfig(recipe="bf16", layers=wrong), CPU)
+        convert(tiny(), PrecisionConfig(recipe="bf16", layer_recipes=wrong), CPU)
 
 
 def test_delayed_scaling_for_some_layers_only() -> None:
     precision = PrecisionConfig(
-        recipe="fp8_block", layers=[LayerRecipeConfig("*.q_proj", "fp8_delayed")]
+        recipe="fp8_block", layer_recipes=[LayerRecipeConfig("*.q_proj", "fp8_delayed")]
     )
     conversion = convert(tiny(), precision, CPU)
     assert len(conversion.delayed.names) == 2 * 3
@@ -104,10 +104,10 @@ def test_bf16_inputs_and_smooth_swiglu_are_in_the_table() -> None:
     assert row("layers.*.mlp.up_proj", 2, "fp8_current", "E4M3/E4M3/E5M2") in conversion.table
 
 
-@pytest.mark.parametrize("key", ["include", "exclude", "bf16_inputs", "layers"])
+@pytest.mark.parametrize("key", ["include", "exclude", "bf16_inputs", "layer_recipes"])
 def test_a_pattern_that_matches_nothing_is_an_error(key: str) -> None:
     pattern = "layers.*.mlp.up"
-    value = [LayerRecipeConfig(pattern, "fp8_block")] if key == "layers" else [pattern]
+    value = [LayerRecipeConfig(pattern, "fp8_block")] if key == "layer_recipes" else [pattern]
     precision = PrecisionConfig(recipe="fp8_current", **{key: value})
     with pytest.raises(ConfigError, match=rf"{key}.*layers\.\*\.mlp\.up matches no .*mlp\.up_proj"):
         convert(tiny(), precision, CPU)
@@ -116,6 +116,31 @@ def test_a_pattern_that_matches_nothing_is_an_error(key: str) -> None:
 def test_patterns_mean_the_same_case_everywhere() -> None:
     with pytest.raises(ConfigError, match="matches no"):
         plan(["layers.0.mlp"], PrecisionConfig(recipe="fp8_current", include=["LAYERS.*"]))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layer_recipes": [LayerRecipeConfig("lm_head", "mxfp8")]}, "lm_head matches no"),
+        ({"bf16_inputs": ["*.down_proj"], "exclude": ["*.down_proj"]}, "down_proj matches no"),
+        ({"smooth_swiglu": True, "exclude": ["*.down_proj"]}, "which matches no"),
+        (
+            {"bf16_first_blocks": 1, "layer_recipes": [LayerRecipeConfig("layers.0.*", "mxfp8")]},
+            r"layers\.0\.\* matches no",
+        ),
+    ],
+)
+def test_an_option_for_layers_that_stay_in_bf16_is_an_error(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(tiny(), PrecisionConfig(recipe="fp8_current", **options), CPU)
+
+
+def test_formats_that_leave_nothing_to_quantise_are_an_error() -> None:
+    precision = PrecisionConfig(recipe="fp8_current")
+    for role in ("input", "weight", "grad_output"):
+        setattr(precision.formats, role, "bf16")
+    with pytest.raises(ConfigError, match="no format but BF16 under fp8_current"):
+        convert(tiny(), precision, CPU)
 
 
 def test_patterns_that_leave_nothing_are_an_error() -> None:

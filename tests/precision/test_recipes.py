@@ -64,7 +64,7 @@ def test_options_reach_the_recipe() -> None:
 
 
 def test_another_recipe_of_the_same_configuration_keeps_its_own_defaults() -> None:
-    """What `precision.layers` needs: block scaling beside current scaling."""
+    """What `precision.layer_recipes` needs: block scaling beside current scaling."""
     config = PrecisionConfig(recipe="fp8_current", margin=2)
     block = recipe_of(config, "fp8_block")
     assert isinstance(block, BlockScaling) and block.power_of_two and block.margin == 2
@@ -82,6 +82,15 @@ def test_formats_by_role_and_gemm() -> None:
     assert formats.weight == (E4M3, None)
     assert formats.grad_output == (E5M2, E5M2)
     assert str(formats) == "E5M2|E4M3/E4M3|BF16/E5M2"
+
+
+def test_a_role_s_format_leaves_what_the_recipe_keeps_in_bf16() -> None:
+    config = PrecisionConfig(recipe="fp8_rowwise_bf16_wgrad")
+    config.formats.input = "e5m2"
+    assert recipe_of(config).formats.input == (E5M2, None)
+    assert recipe_of(config).granularity("weight") == (ROW, TENSOR)
+    config.formats.wgrad.input = "e5m2"
+    assert recipe_of(config).formats.input == (E5M2, E5M2)
 
 
 def test_each_key_of_a_gemm_reaches_its_operand() -> None:

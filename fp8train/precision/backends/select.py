@@ -45,8 +45,10 @@ def choose(precision: PrecisionConfig, machine: Machine) -> str:
 
 
 def recipes_of(precision: PrecisionConfig) -> dict[str, Recipe]:
-    """The recipes that quantise, of the run and of `precision.layers`."""
-    names = dict.fromkeys([precision.recipe, *(layers.recipe for layers in precision.layers)])
+    """The recipes that quantise, of the run and of `precision.layer_recipes`."""
+    names = dict.fromkeys(
+        [precision.recipe, *(layers.recipe for layers in precision.layer_recipes)]
+    )
     found = {name: recipe_of(precision, name) for name in names}
     return {name: recipe for name, recipe in found.items() if recipe is not None}
 

@@ -111,8 +111,8 @@ def check_options(
     """
     if len(recipes) > 1:
         raise ConfigError(
-            f"precision.layers: {BACKEND} runs one recipe a model, not {', '.join(recipes)}; keep "
-            f"{recipes[0]} and bf16, {INSTEAD}"
+            f"precision.layer_recipes: {BACKEND} runs one recipe a model, not "
+            f"{', '.join(recipes)}; keep {recipes[0]} and bf16, {INSTEAD}"
         )
     for key, off in (("cache_weights", "false"), ("smooth_swiglu", "false"), ("bf16_inputs", "[]")):
         if value := getattr(precision, key):
