@@ -227,8 +227,8 @@ LACKING = [  # backend, recipe, compute capability, options, how the refusal beg
         "fp8_block",
         (9, 0),
         down_proj("fp8_current"),
-        "precision.backend=transformer_engine runs one recipe a model, not fp8_block, fp8_current; "
-        "keep fp8_block and bf16",
+        "precision.layer_recipes: precision.backend=transformer_engine runs one recipe a model, "
+        "not fp8_block, fp8_current; keep fp8_block and bf16",
     ),
     (
         "transformer_engine",
