@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from fp8train.environment import environment
-from fp8train.precision.backends import hopper
 from fp8train.precision.formats import E4M3, round_to_grid
+from fp8train.precision.kernels import hopper
 
 DEPTHS = (512, 1024, 2048, 4096)
 SEED = 0

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from fp8train.config import RECIPES
 from fp8train.environment import environment
-from fp8train.precision.backends import cpu_kernels, hopper
 from fp8train.precision.backends.nvidia import fused_rms_norm
 from fp8train.precision.backends.support import BACKENDS, Machine, dotted, version, why_not
+from fp8train.precision.kernels import cpu_kernels, hopper
 
 AUTO = """precision.backend=auto takes emulated, on a GPU too: no other has been measured yet.
 For GPUs the table is what the sources of torch and Transformer Engine say."""

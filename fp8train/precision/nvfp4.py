@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8train.precision.backends import cpu_kernels
 from fp8train.precision.formats import E2M1, E4M3, round_to_grid
+from fp8train.precision.kernels import cpu_kernels
 from fp8train.precision.quantize import Draw, Payload, block_amax, share_amax
 from fp8train.precision.scaling import FLT_MAX, divide
 from fp8train.precision.tensor import TENSOR, Granularity, QuantizedTensor, spread

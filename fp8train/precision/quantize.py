@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8train.precision import scaling
-from fp8train.precision.backends import cpu_kernels, triton_casts
 from fp8train.precision.formats import Format, round_to_grid
+from fp8train.precision.kernels import cpu_kernels, triton_casts
 from fp8train.precision.philox import draws
 from fp8train.precision.scaling import FLT_MAX, ScaleRule, Scales
 from fp8train.precision.tensor import Granularity, QuantizedTensor, spread

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8train.precision.backends import hopper
 from fp8train.precision.formats import E4M3, E5M2, Format, cast
+from fp8train.precision.kernels import hopper
 
 PAIRS = pytest.mark.parametrize(
     "formats",

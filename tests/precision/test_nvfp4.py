@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8train.precision.backends import cpu_kernels
+from fp8train.precision.kernels import cpu_kernels
 from fp8train.precision.nvfp4 import SIGNS, hadamard, quantize_nvfp4
 from fp8train.precision.quantize import Payload
 from fp8train.precision.tensor import Granularity

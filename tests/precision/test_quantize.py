@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from fp8train.config import PrecisionConfig
-from fp8train.precision.backends import cpu_kernels
 from fp8train.precision.formats import BY_NAME, E2M1, E4M3, E5M2, Format, cast
+from fp8train.precision.kernels import cpu_kernels
 from fp8train.precision.nvfp4 import hadamard, quantize_nvfp4
 from fp8train.precision.quantize import (
     Draw,

@@ -37,9 +37,9 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from fp8train.config import PrecisionConfig
-from fp8train.precision.backends import cpu_kernels
 from fp8train.precision.convert import convert
 from fp8train.precision.formats import E2M1, E4M3, E5M2, Format, cast, e8m0_encode
+from fp8train.precision.kernels import cpu_kernels
 from fp8train.precision.nvfp4 import SIGNS, hadamard, quantize_nvfp4
 from fp8train.precision.quantize import Payload, quantize
 from fp8train.precision.quantizers import Position, Scaled

@@ -29,8 +29,6 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from fp8train.precision import scaling
-from fp8train.precision.backends import triton_casts
-from fp8train.precision.backends.triton_casts import Copy, Launch, Quantized, Target
 from fp8train.precision.formats import (
     E2M1,
     E4M3,
@@ -40,6 +38,8 @@ from fp8train.precision.formats import (
     round_to_grid,
 )
 from fp8train.precision.formats import cast as plain_cast
+from fp8train.precision.kernels import triton_casts
+from fp8train.precision.kernels.triton_casts import Copy, Launch, Quantized, Target
 from fp8train.precision.quantize import tiles
 from fp8train.precision.scaling import FLT_MAX, ScaleRule, Scales
 from fp8train.precision.tensor import COLUMN, ROW, TENSOR, Granularity, spread
@@ -346,7 +346,7 @@ def compiled(
     """A launch's code for a compute capability, ×10, by Triton's own way up to the launch."""
     from triton.runtime import driver
 
-    from fp8train.precision.backends import triton_kernels
+    from fp8train.precision.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", None)
@@ -471,7 +471,7 @@ def test_what_the_kernels_take() -> None:
 @pytest.mark.skipif(triton_casts.available(), reason="here Triton is there to be used")
 def test_the_host_side_needs_no_triton() -> None:
     lines = (
-        "import sys, fp8train.precision.backends.triton_casts\nassert 'triton' not in sys.modules"
+        "import sys, fp8train.precision.kernels.triton_casts\nassert 'triton' not in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", lines],

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8train.precision.backends import hopper
 from fp8train.precision.formats import Format
+from fp8train.precision.kernels import hopper
 from fp8train.precision.quantize import Payload
 from fp8train.precision.quantizers import Operand
 from fp8train.precision.scaling import FLT_MIN

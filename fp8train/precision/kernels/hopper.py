@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8train.precision.backends.compiled import addressable, compiled, pointer
 from fp8train.precision.formats import Format
+from fp8train.precision.kernels.compiled import addressable, compiled, pointer
 
 STEP = 32  # k of one instruction
 FRACTION_BITS = 13

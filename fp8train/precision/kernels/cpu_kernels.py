@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8train.precision.backends.compiled import addressable, compiled, pointer
 from fp8train.precision.formats import Format
+from fp8train.precision.kernels.compiled import addressable, compiled, pointer
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -186,7 +186,7 @@ class Launch:
     arguments: dict[str, Any]
 
     def run(self) -> None:
-        from fp8train.precision.backends import triton_kernels
+        from fp8train.precision.kernels import triton_kernels
 
         kernel = getattr(triton_kernels, self.kernel)
         with torch.cuda.device_of(self.arguments["x"]):  # Triton launches on the current device
