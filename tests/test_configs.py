@@ -8,16 +8,8 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from fp8train.config import (
-    CHOICES,
-    FP8_RECIPES,
-    CompareConfig,
-    Config,
-    ConfigError,
-    check,
-    from_container,
-    gradient_reduction,
-)
+from fp8train.config import FP8_RECIPES, CompareConfig, Config, ConfigError, from_container
+from fp8train.rules import CHOICES, check, gradient_reduction
 from tests.conftest import REPO
 
 RECIPES = sorted(path.stem for path in (REPO / "recipes").glob("*.yaml"))

@@ -16,7 +16,8 @@ from types import FrameType
 import hydra
 from omegaconf import OmegaConf
 
-from fp8train.config import CompareConfig, Config, ConfigError, check, from_container
+from fp8train.config import CompareConfig, Config, ConfigError, from_container
+from fp8train.rules import check
 
 STOP_SECONDS = 60  # more than the 30 s after which torchrun kills its workers
 

@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fp8train.config import Config, ModelConfig, gradient_reduction
+from fp8train.config import Config, ModelConfig
 from fp8train.models.llama import AttentionCore, Llama, initial_std
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
 from fp8train.parallel.reduction import AllToAllReduceScatter
 from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
 from fp8train.precision.wire import CODECS
+from fp8train.rules import gradient_reduction
 
 
 @dataclass

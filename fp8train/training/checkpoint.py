@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fp8train.config import Config, ConfigError, flattened, gradient_reduction, written
+from fp8train.config import Config, ConfigError, flattened, written
 from fp8train.parallel.parallelize import ParallelModel
+from fp8train.rules import gradient_reduction
 
 MANIFEST = "manifest.json"
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fp8train.config import LARGEST_LOSS_SCALE, Config, loss_scaling
+from fp8train.config import Config
+from fp8train.rules import LARGEST_LOSS_SCALE, loss_scaling
 from fp8train.training.checkpoint import Progress
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8train.config import Config, PrecisionConfig, flattened, gradient_reduction, written
+from fp8train.config import Config, PrecisionConfig, flattened, written
 from fp8train.parallel.runtime import Ranks
 from fp8train.planning.flops import fp8_fraction, model_flops
+from fp8train.rules import gradient_reduction
 from fp8train.training.learner import Learner, StepResult
 from fp8train.training.progress import ProgressLine, print_banner
 from fp8train.training.run_folder import RunFolder

@@ -14,7 +14,8 @@ from typing import Any
 import wandb
 from wandb.errors import Error as WandbError
 
-from fp8train.config import Config, gradient_reduction
+from fp8train.config import Config
+from fp8train.rules import gradient_reduction
 
 INIT_TIMEOUT = 15.0  # seconds to wait for the server before going offline
 log = logging.getLogger(__name__)

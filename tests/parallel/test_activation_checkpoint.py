@@ -22,13 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8train.config import CHOICES, Config, ConfigError, check, from_container
+from fp8train.config import Config, ConfigError, from_container
 from fp8train.models.llama import Llama
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
 from fp8train.parallel.parallelize import ParallelModel, initialize, parallelize, precise_model
 from fp8train.precision import convert
 from fp8train.precision.backends import emulated
 from fp8train.precision.convert import Conversion
+from fp8train.rules import CHOICES, check
 from tests.conftest import REPO
 from tests.ranks import on_ranks
 

@@ -181,7 +181,7 @@ VARIANTS = [
 
 
 def allowed(recipe: str, options: dict) -> bool:
-    """Whether config.check lets the option pass with the recipe."""
+    """Whether rules.check lets the option pass with the recipe."""
     if recipe in ("mxfp8", "nvfp4", "mxfp4") and options.keys() & {
         "accumulate",
         "power_of_two_scales",

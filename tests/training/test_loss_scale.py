@@ -12,15 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from fp8train.config import (
-    LARGEST_LOSS_SCALE,
-    Config,
-    ConfigError,
-    LossScaleConfig,
-    check,
-    from_container,
-    loss_scaling,
-)
+from fp8train.config import Config, ConfigError, LossScaleConfig, from_container
+from fp8train.rules import LARGEST_LOSS_SCALE, check, loss_scaling
 from fp8train.training.checkpoint import Progress, load, read_manifest, save
 from fp8train.training.learner import Learner
 from fp8train.training.loss_scale import LossScaler

@@ -1,0 +1,327 @@
+"""The rules between configuration keys, and what `auto` stands for.
+
+Nothing heavy is imported here either: `check` runs before any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fp8train.config import (
+    FORMATS,
+    FP8_RECIPES,
+    RECIPES,
+    ROLES,
+    Config,
+    ConfigError,
+    PrecisionConfig,
+)
+
+LARGEST_LOSS_SCALE = 2.0**126  # its reciprocal is the smallest normal of FP32
+CHOICES = {
+    "precision.recipe": ("bf16", "fp32", *RECIPES),
+    "precision.backend": ("auto", "emulated", "torch", "transformer_engine"),
+    "precision.format": (None, "hybrid", "e4m3"),
+    "precision.amax_compute": ("max", "most_recent"),
+    "precision.emulation": ("fast", "exact"),
+    "precision.accumulate": ("fp32", "hopper"),
+    "gradients.reduce": ("auto", "e5m2", "bf16", "fp32", "fp16"),
+    "parallel.pipeline_schedule": ("1f1b", "interleaved", "zero_bubble"),
+    "parallel.activation_checkpoint": ("none", "selective", "full"),
+    "optimizer.name": ("adamw",),
+    "schedule.name": ("cosine", "constant"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.loss_scale.mode": ("auto", "none", "static", "dynamic"),
+    "logging.wandb.mode": ("auto", "online", "offline", "disabled"),
+    "resume": ("none", "auto"),
+}
+AT_LEAST = {
+    "trainer.steps": 1,
+    "trainer.global_batch_size": 1,
+    "trainer.micro_batch_size": 1,
+    "trainer.sequence_length": 2,
+    "trainer.validate_every": 0,
+    "trainer.validation_samples": 1,
+    "trainer.clip_grad_norm": 0,
+    "trainer.loss_scale.value": 1,
+    "trainer.loss_scale.growth_factor": 1,
+    "trainer.loss_scale.growth_interval": 1,
+    "trainer.loss_scale.minimum": 1,
+    "trainer.seed": 0,
+    "model.vocab_size": 2,
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.norm_eps": 0,
+    "model.init_std": 0,
+    "model.rope_theta": 1,
+    "model.rope_scaling.factor": 1,
+    "precision.amax_history_length": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.context": 1,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "schedule.warmup_steps": 0,
+    "schedule.min_lr_ratio": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "logging.every": 1,
+    "data.bpe_vocab_size": 257,
+    "precision.margin": -16,
+    "precision.bf16_first_blocks": 0,
+    "precision.bf16_last_blocks": 0,
+    "precision.telemetry.every": 0,
+}
+AT_MOST = {
+    "trainer.seed": 2**63 - 1,
+    "trainer.loss_scale.value": LARGEST_LOSS_SCALE,
+    "trainer.loss_scale.growth_factor": LARGEST_LOSS_SCALE,
+    "optimizer.lr": 1e6,  # infinity is no learning rate
+    "model.norm_eps": 1,
+    "model.init_std": 1e38,
+    "precision.margin": 32,  # beyond, a scale could underflow
+    "precision.amax_history_length": 2**20,
+    "schedule.min_lr_ratio": 1,
+}
+NOT_YET = ("tensor", "pipeline", "context", "replicate")
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(config: Config, world_size: int) -> None:
+    """Hold the configuration to the rules between its groups.
+
+    Args:
+        world_size: number of processes of the run.
+    Raises:
+        ConfigError: naming the key, its value, and what would work.
+    """
+    for key, choices in CHOICES.items():
+        value = get(config, key)
+        if value not in choices:
+            named = ", ".join("null" if choice is None else choice for choice in choices)
+            raise ConfigError(f"{key}={value}: choose one of {named}")
+    for key, least in AT_LEAST.items():
+        value = get(config, key)
+        if not value >= least:
+            raise ConfigError(f"{key}={value}: must be at least {least}")
+    for key, most in AT_MOST.items():
+        value = get(config, key)
+        if not value <= most:
+            raise ConfigError(f"{key}={value}: must be at most {most}")
+    _check_precision(config)
+    _check_model_and_data(config)
+    _check_layout(config, world_size)
+    _check_batch(config, data_parallel_size(config, world_size))
+    _check_optimizer(config)
+    _check_loss_scale(config)
+
+
+def _check_precision(config: Config) -> None:
+    precision, trainer = config.precision, config.trainer
+    rows = trainer.micro_batch_size * trainer.sequence_length
+    multiple = 32 if precision.recipe == "mxfp8" else 16
+    if precision.backend == "transformer_engine" and rows % multiple:
+        raise ConfigError(
+            f"precision.backend=transformer_engine needs a multiple of {multiple} tokens a micro "
+            f"batch: "
+            f"trainer.micro_batch_size={trainer.micro_batch_size} times trainer.sequence_length="
+            f"{trainer.sequence_length} is {rows}"
+        )
+    for key, name in _formats_set(precision):
+        if name not in FORMATS:
+            raise ConfigError(f"{key}={name}: choose one of {', '.join(FORMATS)}")
+    for role in precision.stochastic_rounding or []:
+        if role not in ROLES:
+            raise ConfigError(
+                f"precision.stochastic_rounding={precision.stochastic_rounding}: {role} is no "
+                f"role; there are {', '.join(ROLES)}"
+            )
+    for layers in precision.layer_recipes:
+        if layers.recipe not in ("bf16", *RECIPES):
+            raise ConfigError(
+                f"precision.layer_recipes: {layers.recipe} for {layers.pattern} is no recipe; "
+                f"choose one of bf16, {', '.join(RECIPES)}"
+            )
+    if precision.recipe == "fp32" and precision.layer_recipes:
+        raise ConfigError(
+            "precision.layer_recipes: precision=fp32 computes everything in FP32; use "
+            "precision=bf16 for the layers that match no pattern, or leave it out"
+        )
+    used = {precision.recipe, *(layers.recipe for layers in precision.layer_recipes)}
+    _check_recipe_options(precision, used)
+
+
+def _check_recipe_options(precision: PrecisionConfig, used: set[str]) -> None:
+    """Options that a recipe in use can't have."""
+    on_blackwell = sorted(used & {"mxfp8", "nvfp4", "mxfp4"})
+    if precision.accumulate == "hopper" and on_blackwell:
+        raise ConfigError(
+            f"precision.accumulate=hopper: Hopper has no {on_blackwell[0]}; use "
+            f"precision.accumulate=fp32, or a recipe that it has, as precision=fp8_block"
+        )
+    fixed = "nvfp4" in used if precision.power_of_two_scales else bool(on_blackwell)
+    if precision.power_of_two_scales is not None and fixed:
+        raise ConfigError(
+            f"precision.power_of_two_scales={str(precision.power_of_two_scales).lower()}: the "
+            f"scales of {on_blackwell[-1]} are part of its format; set it to null"
+        )
+    four_bit = sorted(used & {"nvfp4", "mxfp4"})
+    if precision.format is not None and four_bit:
+        raise ConfigError(
+            f"precision.format={precision.format}: {four_bit[0]} is E2M1; set it to null"
+        )
+    for key, name in _formats_set(precision):
+        if four_bit and name not in ("e2m1", "bf16"):
+            raise ConfigError(
+                f"{key}={name}: {four_bit[0]}, which this run uses, has e2m1 and bf16 only, and "
+                f"precision.formats holds for all of its layers; leave it out"
+            )
+
+
+def _formats_set(precision: PrecisionConfig) -> list[tuple[str, str]]:
+    """The keys of `precision.formats` that are set, with their values."""
+    found = []
+    for item in fields(precision.formats):
+        value = getattr(precision.formats, item.name)
+        if is_dataclass(value):
+            inner = [(f"{item.name}.{sub.name}", getattr(value, sub.name)) for sub in fields(value)]
+        else:
+            inner = [(item.name, value)]
+        found += [
+            (f"precision.formats.{name}", value) for name, value in inner if value is not None
+        ]
+    return found
+
+
+def _check_model_and_data(config: Config) -> None:
+    model, length = config.model, config.trainer.sequence_length
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} does not divide model.hidden_size="
+            f"{model.hidden_size}: choose a divisor"
+        )
+    if (model.hidden_size // model.num_heads) % 2:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} gives an odd head size of "
+            f"{model.hidden_size // model.num_heads}: rotary embedding needs an even one"
+        )
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads="
+            f"{model.num_heads}: choose a divisor"
+        )
+    if length > model.max_sequence_length:
+        raise ConfigError(
+            f"trainer.sequence_length={length} is above model.max_sequence_length="
+            f"{model.max_sequence_length}: lower the first or raise the second"
+        )
+    if not (config.data.name or config.data.path):
+        raise ConfigError("data.path is not set: give data.path=FILE_OR_FOLDER or data.name=NAME")
+    if not config.run.name:
+        raise ConfigError("run.name is empty: give run.name=NAME")
+    ids = {"bytes": 257, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 0)
+    if model.vocab_size < ids:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is below the {ids} ids of data.tokenizer="
+            f"{config.data.tokenizer}: raise it, or use data.tokenizer=bytes (257 ids)"
+        )
+    if not 0 < config.data.validation_fraction < 1:
+        raise ConfigError(
+            f"data.validation_fraction={config.data.validation_fraction}: must lie between 0 and 1"
+        )
+
+
+def _check_layout(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    if (
+        parallel.activation_checkpoint != "none"
+        and config.precision.backend == "transformer_engine"
+        and config.precision.recipe in FP8_RECIPES
+    ):
+        # Recomputation has to enter TE's autocast again, which is not torch's checkpoint's to do.
+        raise ConfigError(
+            f"parallel.activation_checkpoint={parallel.activation_checkpoint} does not run with "
+            f"precision.backend=transformer_engine: set it to none, or use "
+            f"precision.backend=emulated"
+        )
+    for name in NOT_YET:
+        size = getattr(parallel, name)
+        if size != 1:
+            raise ConfigError(
+                f"parallel.{name}={size}: {name} parallelism does not run yet; "
+                f"set parallel.{name}=1 and use parallel.shard"
+            )
+    if parallel.shard not in (-1, world_size):
+        raise ConfigError(
+            f"parallel.shard={parallel.shard}: the product of the parallel sizes must be the world "
+            f"size, {world_size}; set parallel.shard={world_size} or -1, or start "
+            f"{parallel.shard} processes"
+        )
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Number of ranks that see different samples."""
+    other = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+    return world_size // other
+
+
+def _check_batch(config: Config, ranks: int) -> None:
+    trainer = config.trainer
+    step = trainer.micro_batch_size * ranks
+    if trainer.global_batch_size % step:
+        below = trainer.global_batch_size // step * step
+        options = [str(size) for size in (below, below + step) if size]
+        raise ConfigError(
+            f"trainer.global_batch_size={trainer.global_batch_size} is not divisible by "
+            f"trainer.micro_batch_size={trainer.micro_batch_size} times {ranks} data-parallel "
+            f"rank{'s' if ranks > 1 else ''}: use {' or '.join(options)}"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"optimizer.betas={betas}: give two numbers in [0, 1)")
+
+
+def _check_loss_scale(config: Config) -> None:
+    settings = config.trainer.loss_scale
+    if not 0 < settings.backoff_factor < 1:
+        raise ConfigError(
+            f"trainer.loss_scale.backoff_factor={settings.backoff_factor}: must lie between 0 and 1"
+        )
+    if settings.minimum > settings.value:
+        raise ConfigError(
+            f"trainer.loss_scale.minimum={settings.minimum} is above trainer.loss_scale.value="
+            f"{settings.value}: lower the first or raise the second"
+        )
+
+
+def gradient_reduction(config: Config) -> str:
+    """What `gradients.reduce=auto` stands for: e5m2 under an FP8 precision, fp32 otherwise."""
+    if config.gradients.reduce != "auto":
+        return config.gradients.reduce
+    return "e5m2" if config.precision.recipe in FP8_RECIPES else "fp32"
+
+
+def loss_scaling(config: Config) -> str:
+    """What `trainer.loss_scale.mode=auto` stands for: dynamic with FP16 gradients, none otherwise.
+
+    FP16 alone needs it: BF16 and FP32 have FP32's range, and E5M2 has a scale a block.
+    """
+    mode = config.trainer.loss_scale.mode
+    if mode != "auto":
+        return mode
+    return "dynamic" if gradient_reduction(config) == "fp16" else "none"
