@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp8train.config import PrecisionConfig
+from fp8train.config import ROLES, PrecisionConfig
 from fp8train.precision.formats import BY_NAME, E2M1, E4M3, E5M2, Format
 from fp8train.precision.scaling import ScaleRule
 from fp8train.precision.tensor import COLUMN, ROW, TENSOR, Granularity
 
-ROLES = ("input", "weight", "grad_output")
 # GEMM → the role and the copy of its two operands.
 OPERANDS = {
     "fprop": (("input", "rowwise"), ("weight", "rowwise")),
