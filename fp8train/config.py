@@ -287,7 +287,9 @@ def written(value: Any) -> str:
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def nearest(name: str, choices: list[str]) -> str:
