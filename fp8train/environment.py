@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -36,6 +37,29 @@ def environment() -> dict[str, Any]:
         hardware["compute_capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
         versions["cuda"] = str(torch.version.cuda)
     return {"versions": versions, "hardware": hardware, "git": git_state()}
+
+
+def write_record(
+    path: Path,
+    name: str,
+    config: dict[str, Any],
+    rows: list[dict[str, Any]],
+    versions: dict[str, str] | None = None,
+) -> None:
+    """Write what a script measured, with what it was measured on, as JSON.
+
+    Args:
+        versions: of further packages.
+    """
+    found = environment()
+    record = {
+        "name": name,
+        "hardware": found["hardware"],
+        "versions": found["versions"] | (versions or {}),
+        "config": config,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def cpu_name() -> str:

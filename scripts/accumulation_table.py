@@ -10,7 +10,6 @@ of the difference over that of the result.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fp8train.environment import environment
+from fp8train.environment import write_record
 from fp8train.precision.formats import E4M3, round_to_grid
 from fp8train.precision.kernels import hopper
 
@@ -74,15 +73,8 @@ def main() -> int:
         table.add_row(row["accumulation"], str(row["k"]), f"{row['relative_error']:.1e}")
     Console().print(table)
     if arguments.json:
-        found = environment()
-        record = {
-            "name": "accumulation_table",
-            "hardware": found["hardware"],
-            "versions": found["versions"],
-            "config": {"size": arguments.size, "format": E4M3.name, "seed": SEED},
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        config = {"size": arguments.size, "format": E4M3.name, "seed": SEED}
+        write_record(arguments.json, "accumulation_table", config, rows)
     return 0
 
 

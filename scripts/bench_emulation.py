@@ -15,7 +15,6 @@ that quantises weights alone.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -47,7 +46,7 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from fp8train.analysis.report import markdown_table, times
 from fp8train.config import RECIPES, Config, ModelConfig, PrecisionConfig
-from fp8train.environment import environment
+from fp8train.environment import write_record
 from fp8train.parallel.parallelize import initialize, precise_model
 from fp8train.precision.backends.emulated import has_fast_bf16
 from fp8train.precision.convert import convert
@@ -221,21 +220,14 @@ def main() -> int:
             "\nNo fast BF16 GEMMs here: BF16 and ours go through FP32 ones; torchao is given FP32."
         )
     if arguments.json:
-        found = environment()
         config = {
             "pairs": pairs,
             "torchao_pairs": min(pairs, TORCHAO_PAIRS),
             "threads": torch.get_num_threads(),
             "fast_bf16": has_fast_bf16(CPU),
         }
-        record = {
-            "name": "bench_emulation",
-            "hardware": found["hardware"],
-            "versions": {**found["versions"], "torchao": version("torchao")},
-            "config": config,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        versions = {"torchao": version("torchao")}
+        write_record(arguments.json, "bench_emulation", config, rows, versions)
     return 0
 
 

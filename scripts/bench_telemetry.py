@@ -11,7 +11,6 @@ default interval, (ratio - 1) / precision.telemetry.every.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from rich.table import Table
 
 from fp8train.config import Config, TelemetryConfig, from_container
 from fp8train.data.dataset import prepare
-from fp8train.environment import environment
+from fp8train.environment import write_record
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
@@ -105,16 +104,8 @@ def main() -> int:
         )
     Console().print(table)
     if arguments.json:
-        found = environment()
         config = {"recipe": RECIPE, "pairs": arguments.pairs, "threads": 1, "device": device.type}
-        record = {
-            "name": "bench_telemetry",
-            "hardware": found["hardware"],
-            "versions": found["versions"],
-            "config": config,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(arguments.json, "bench_telemetry", config, rows)
     return 0
 
 

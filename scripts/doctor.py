@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8train.config import RECIPES
-from fp8train.environment import environment
+from fp8train.environment import environment, write_record
 from fp8train.precision.backends.nvidia import fused_rms_norm
 from fp8train.precision.backends.support import BACKENDS, Machine, dotted, version, why_not
 from fp8train.precision.kernels import cpu_kernels, hopper
@@ -137,19 +136,15 @@ def main() -> int:
     asked: tuple[int, int] | None = arguments.capability
     machine = this_machine() if asked is None else Machine.imagined(asked)
     where, rows, found = name_of(machine, asked is not None), support(machine), environment()
-    record = {
-        "name": "doctor",
-        "hardware": found["hardware"],
-        "versions": found["versions"] | packages(),
-        "config": {"capability": dotted(asked) if asked else None, "auto": "emulated"},
-        "rows": rows,
-    }
+    extra = packages()
+    versions = found["versions"] | extra
     console = Console()
-    console.print(facts("Hardware", record["hardware"]), facts("Versions", record["versions"]))
+    console.print(facts("Hardware", found["hardware"]), facts("Versions", versions))
     console.print(support_table(rows, where))
     console.print(AUTO)
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        config = {"capability": dotted(asked) if asked else None, "auto": "emulated"}
+        write_record(arguments.json, "doctor", config, rows, extra)
     return 0
 
 

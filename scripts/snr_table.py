@@ -11,7 +11,6 @@ is named.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 from fp8train.analysis.report import markdown_table
-from fp8train.environment import environment
+from fp8train.environment import write_record
 from fp8train.precision.formats import E2M1, E4M3, E5M2, Format
 from fp8train.precision.nvfp4 import quantize_nvfp4
 from fp8train.precision.quantize import Payload, quantize
@@ -211,15 +210,8 @@ def main() -> int:
     if arguments.picture:
         plot(rows, arguments.picture)
     if arguments.json:
-        found = environment()
-        record = {
-            "name": "snr_table",
-            "hardware": found["hardware"],
-            "versions": found["versions"],
-            "config": {"shape": SHAPE, "seeds": SEEDS},
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        config = {"shape": SHAPE, "seeds": SEEDS}
+        write_record(arguments.json, "snr_table", config, rows)
     return 0
 
 
