@@ -55,7 +55,7 @@ class LossScaleConfig:
 class TrainerConfig:
     steps: int = 100
     global_batch_size: int = 16  # samples an optimizer step, over all ranks
-    micro_batch_size: int = 8  # samples a forward pass on one rank
+    micro_batch_size: int = 8  # samples a forward pass
     sequence_length: int = 128  # tokens a sample
     seed: int = 1234
     device: str = "auto"  # auto | cpu | cuda
@@ -89,6 +89,7 @@ class ModelConfig:
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    vocab_multiple: int = 64  # embedding and head are padded to a multiple; tensor must divide it
     init_std: float = 0.02
 
 
@@ -144,6 +145,7 @@ class PrecisionConfig:
     margin: int = 0  # scale = max·2^-margin / amax
     power_of_two_scales: bool | None = None
     stochastic_rounding: list[str] | None = None  # roles: input, weight, grad_output
+    amax_groups: str = "all"  # ranks that share a tensor share its amax; te: as TE does, fewer
     amax_history_length: int = 1024  # delayed scaling
     amax_compute: str = "max"  # delayed scaling: max | most_recent
     hadamard: bool = True  # nvfp4: random Hadamard transform of wgrad's operands
@@ -170,12 +172,17 @@ class GradientsConfig:
 
 @dataclass
 class ParallelConfig:
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    replicate: int = 1
-    shard: int = -1  # -1: the rest of the ranks
-    pipeline_schedule: str = "1f1b"
+    """Sizes multiply to the number of processes; replicate or shard may be -1, the rest of them."""
+
+    tensor: int = 1  # ranks that share each matrix
+    pipeline: int = 1  # ranks that hold different blocks
+    context: int = 1  # ranks that share a sequence
+    replicate: int = 1  # copies of the sharded parameters (HSDP)
+    shard: int = -1  # ranks that parameters, gradients and optimizer states are divided over
+    sequence: bool = True  # with tensor > 1: norms and residual stream are divided over its ranks
+    pipeline_schedule: str = "1f1b"  # 1f1b | interleaved | zero_bubble
+    virtual_stages: int = 1  # pipeline stages on each rank; interleaved takes 2 or more
+    compile: bool = False  # torch.compile each block
     activation_checkpoint: str = "none"  # none | selective | full: what backward recomputes
 
 
@@ -205,6 +212,7 @@ class DataConfig:
     tokenizer: str = "bytes"  # bytes | bpe | a tokenizer.json or its folder | a hub name
     bpe_vocab_size: int = 4096  # for tokenizer=bpe, trained once on the training text and cached
     validation_fraction: float = 0.05  # documents held out by a hash of their text
+    eod_mask_loss: bool = False  # a document's first token is no target
     cache_dir: str = "~/.cache/fp8train"
 
 
@@ -241,6 +249,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     resume: str = "none"  # none | auto: go on from the newest complete checkpoint in run.dir
+    dry_run: bool = False  # lay the run out, say what it takes, and train nothing
+    world_size: int | None = None  # processes of a dry run; null: those that were started
 
 
 @dataclass

@@ -17,6 +17,7 @@ from fp8train.config import (
     ConfigError,
     PrecisionConfig,
 )
+from fp8train.layout import Layout, micro_batches, stage_blocks
 
 LARGEST_LOSS_SCALE = 2.0**126  # its reciprocal is the smallest normal of FP32
 CHOICES = {
@@ -24,6 +25,7 @@ CHOICES = {
     "precision.backend": ("auto", "emulated", "torch", "transformer_engine"),
     "precision.format": (None, "hybrid", "e4m3"),
     "precision.amax_compute": ("max", "most_recent"),
+    "precision.amax_groups": ("all", "te"),
     "precision.emulation": ("fast", "exact"),
     "precision.accumulate": ("fp32", "hopper"),
     "gradients.reduce": ("auto", "e5m2", "bf16", "fp32", "fp16"),
@@ -63,6 +65,8 @@ AT_LEAST = {
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
     "parallel.context": 1,
+    "parallel.virtual_stages": 1,
+    "model.vocab_multiple": 1,
     "optimizer.lr": 0,
     "optimizer.eps": 0,
     "optimizer.weight_decay": 0,
@@ -77,6 +81,7 @@ AT_LEAST = {
     "precision.bf16_last_blocks": 0,
     "precision.telemetry.every": 0,
 }
+BLOCK_SIZES = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 AT_MOST = {
     "trainer.seed": 2**63 - 1,
     "trainer.loss_scale.value": LARGEST_LOSS_SCALE,
@@ -88,7 +93,6 @@ AT_MOST = {
     "precision.amax_history_length": 2**20,
     "schedule.min_lr_ratio": 1,
 }
-NOT_YET = ("tensor", "pipeline", "context", "replicate")
 
 
 def get(config: Config, key: str) -> Any:
@@ -122,8 +126,9 @@ def check(config: Config, world_size: int) -> None:
             raise ConfigError(f"{key}={value}: must be at most {most}")
     _check_precision(config)
     _check_model_and_data(config)
-    _check_layout(config, world_size)
-    _check_batch(config, data_parallel_size(config, world_size))
+    layout = _check_layout(config, world_size)
+    _check_batch(config, layout.data)
+    _check_micro_batches(config, layout)
     _check_optimizer(config)
     _check_loss_scale(config)
 
@@ -159,8 +164,12 @@ def _check_precision(config: Config) -> None:
             "precision.layer_recipes: precision=fp32 computes everything in FP32; use "
             "precision=bf16 for the layers that match no pattern, or leave it out"
         )
-    used = {precision.recipe, *(layers.recipe for layers in precision.layer_recipes)}
-    _check_recipe_options(precision, used)
+    _check_recipe_options(precision, recipes_used(precision))
+
+
+def recipes_used(precision: PrecisionConfig) -> set[str]:
+    """Recipes that some layer may have."""
+    return {precision.recipe, *(layers.recipe for layers in precision.layer_recipes)}
 
 
 def _check_recipe_options(precision: PrecisionConfig, used: set[str]) -> None:
@@ -243,7 +252,7 @@ def _check_model_and_data(config: Config) -> None:
         )
 
 
-def _check_layout(config: Config, world_size: int) -> None:
+def _check_layout(config: Config, world_size: int) -> Layout:
     parallel = config.parallel
     if (
         parallel.activation_checkpoint != "none"
@@ -256,25 +265,124 @@ def _check_layout(config: Config, world_size: int) -> None:
             f"precision.backend=transformer_engine: set it to none, or use "
             f"precision.backend=emulated"
         )
-    for name in NOT_YET:
+    for name in ("replicate", "shard"):
         size = getattr(parallel, name)
-        if size != 1:
-            raise ConfigError(
-                f"parallel.{name}={size}: {name} parallelism does not run yet; "
-                f"set parallel.{name}=1 and use parallel.shard"
-            )
-    if parallel.shard not in (-1, world_size):
+        if size < 1 and size != -1:
+            raise ConfigError(f"parallel.{name}={size}: must be at least 1, or -1 for the rest")
+    layout = Layout.of(parallel, world_size)
+    _check_sizes(config, layout)
+    _check_blocks(config, layout)
+    _check_pipeline(config, layout)
+    if parallel.compile and config.precision.backend == "transformer_engine":
         raise ConfigError(
-            f"parallel.shard={parallel.shard}: the product of the parallel sizes must be the world "
-            f"size, {world_size}; set parallel.shard={world_size} or -1, or start "
-            f"{parallel.shard} processes"
+            "parallel.compile=true does not run with precision.backend=transformer_engine: "
+            "use precision.backend=emulated or torch"
+        )
+    return layout
+
+
+def _check_sizes(config: Config, layout: Layout) -> None:
+    """Every size that a layout divides must be a multiple."""
+    model, tensor, context = config.model, layout.tensor, layout.context
+    length = config.trainer.sequence_length
+    divided = [
+        ("model.num_heads", model.num_heads, "parallel.tensor", tensor),
+        ("model.num_kv_heads", model.num_kv_heads, "parallel.tensor", tensor),
+        ("model.intermediate_size", model.intermediate_size, "parallel.tensor", tensor),
+        ("model.vocab_multiple", model.vocab_multiple, "parallel.tensor", tensor),
+    ]
+    if context > 1:  # two chunks a rank
+        divided.append(("trainer.sequence_length", length, "2 · parallel.context", 2 * context))
+    if layout.sequence:
+        what = "parallel.tensor · parallel.context" if context > 1 else "parallel.tensor"
+        divided.append(("trainer.sequence_length", length, what, tensor * context))
+    for key, value, by, size in divided:
+        if value % size:
+            below = value // size * size
+            choose = " or ".join(str(option) for option in (below, below + size) if option)
+            other = ", or set parallel.sequence=false" if "tensor ·" in by else ""
+            raise ConfigError(
+                f"{key}={value} is not divisible by {by}={size}: use {choose}, or a smaller "
+                f"layout{other}"
+            )
+
+
+def _check_blocks(config: Config, layout: Layout) -> None:
+    """A scale's block must not straddle ranks: its values would be on two of them."""
+    model, precision = config.model, config.precision
+    size = max((BLOCK_SIZES.get(name, 1) for name in recipes_used(precision)), default=1)
+    head = model.hidden_size // model.num_heads
+    extents = []
+    if layout.tensor > 1:
+        extents = [
+            ("model.intermediate_size / parallel.tensor", model.intermediate_size // layout.tensor),
+            ("model.hidden_size / parallel.tensor", model.num_heads * head // layout.tensor),
+            ("key and value size / parallel.tensor", model.num_kv_heads * head // layout.tensor),
+        ]
+    if layout.context > 1:  # a rank has two chunks of a sequence, apart from each other
+        chunk = config.trainer.sequence_length // (2 * layout.context)
+        extents.append(("trainer.sequence_length / (2 · parallel.context)", chunk))
+    for what, extent in extents:
+        if extent % size:
+            raise ConfigError(
+                f"precision={precision.recipe}: {what} is {extent}, and blocks of {size} must not "
+                f"straddle ranks: make it a multiple of {size}, or use precision=fp8_current"
+            )
+
+
+def _check_pipeline(config: Config, layout: Layout) -> None:
+    parallel = config.parallel
+    schedule, virtual = parallel.pipeline_schedule, parallel.virtual_stages
+    if layout.pipeline == 1:
+        if virtual > 1:
+            raise ConfigError(
+                f"parallel.virtual_stages={virtual} needs parallel.pipeline above 1: set it to 1"
+            )
+        return
+    if schedule == "1f1b" and virtual > 1:
+        raise ConfigError(
+            f"parallel.virtual_stages={virtual} with parallel.pipeline_schedule=1f1b, which has "
+            f"one stage a rank: use interleaved or zero_bubble"
+        )
+    if schedule == "interleaved" and virtual == 1:
+        raise ConfigError(
+            "parallel.pipeline_schedule=interleaved needs parallel.virtual_stages of 2 or more"
+        )
+    stage_blocks(config.model, layout.stages)
+    if config.precision.backend == "transformer_engine":
+        raise ConfigError(
+            f"precision.backend=transformer_engine does not run with parallel.pipeline="
+            f"{layout.pipeline}: use precision.backend=torch or emulated"
+        )
+    if schedule == "zero_bubble" and parallel.compile:
+        raise ConfigError(
+            "parallel.compile=true with parallel.pipeline_schedule=zero_bubble: torch has no split "
+            "backward of compiled blocks; set it to false, or use 1f1b or interleaved"
         )
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
-    """Number of ranks that see different samples."""
-    other = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-    return world_size // other
+def _check_micro_batches(config: Config, layout: Layout) -> None:
+    """Micro batches enough to fill the pipeline, in a number that the schedule takes."""
+    if layout.pipeline == 1:
+        return
+    trainer, ranks, count = config.trainer, layout.pipeline, micro_batches(config, layout)
+    a_batch = trainer.micro_batch_size * layout.data
+    if count < ranks:
+        bubble = (ranks - 1) / (count + ranks - 1)
+        raise ConfigError(
+            f"trainer.global_batch_size={trainer.global_batch_size} makes {count} micro "
+            f"batch{'es' if count > 1 else ''} for parallel.pipeline={ranks}, whose ranks would "
+            f"idle {bubble:.0%} of the time: use {ranks * a_batch} or more, or a smaller "
+            f"trainer.micro_batch_size"
+        )
+    if config.parallel.pipeline_schedule != "1f1b" and count % (rounds := count // ranks):
+        below = count // rounds * rounds
+        sizes = " or ".join(str(size * a_batch) for size in (below, below + rounds))
+        raise ConfigError(
+            f"trainer.global_batch_size={trainer.global_batch_size} makes {count} micro batches, "
+            f"and parallel.pipeline_schedule={config.parallel.pipeline_schedule} takes them in "
+            f"{rounds} equal rounds of {ranks} or more: use {sizes}"
+        )
 
 
 def _check_batch(config: Config, ranks: int) -> None:

@@ -31,7 +31,7 @@ from fp8train.config import Config, TelemetryConfig, from_container
 from fp8train.data.dataset import prepare
 from fp8train.environment import write_record
 from fp8train.parallel import runtime
-from fp8train.parallel.parallelize import parallelize, precise_model
+from fp8train.parallel.parallelize import parallelize
 from fp8train.parallel.runtime import Ranks
 from fp8train.training.checkpoint import Progress
 from fp8train.training.learner import Learner
@@ -54,9 +54,8 @@ def measure(precision: str, pairs: int, device: torch.device) -> dict[str, Any]:
     """One row of the table."""
     config = configured(precision)
     data = prepare(config.data, config.trainer.sequence_length)
-    model, conversion = precise_model(config, device)
-    parallel = parallelize(model, conversion, config, device)
-    learner = Learner(config, Ranks.from_environment(), device, data, Progress(), parallel)
+    parallel = parallelize(config, device)
+    learner = Learner(config, device, data, Progress(), parallel)
 
     def seconds(every: int) -> float:
         learner.telemetry.every = every

@@ -11,6 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def rope_frequencies(
@@ -49,13 +51,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+class Rope(nn.Module):
+    """The tables of the rotary embedding; computed in each forward, so there is no buffer to lose.
+
+    A module, so that another can take its place where positions are not 0 … T − 1.
+    """
+
+    def __init__(self, head_size: int, theta: float, scaling: dict[str, float]) -> None:
+        super().__init__()
+        self.head_size, self.theta, self.scaling = head_size, theta, scaling
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, K/2], FP32, for x [B, T, ...]."""
+        return self.tables(torch.arange(x.shape[1], device=x.device))
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, K/2], FP32, of positions [T]."""
+        frequencies = rope_frequencies(
+            self.head_size, self.theta, **self.scaling, device=positions.device
+        )
+        angles = torch.outer(positions.float(), frequencies)
+        return angles.cos(), angles.sin()
+
+
 class AttentionCore(nn.Module):
     """softmax(q kᵀ / √K) v, causal. A module, so that another core can take its place."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H, T, K], k and v [B, G, T, K] → [B, H, T, K]."""
+        """q [B, H, Tq, K], k and v [B, G, Tk, K] → [B, H, Tq, K].
+
+        The queries are the last Tq of the Tk positions. Where they are fewer, torch's
+        `causal_lower_right` is the mask: flash attention on a GPU, where it takes the type and
+        head size, else a kernel that reads the mask from a tensor [Tq, Tk].
+        """
+        mask = None
+        if q.shape[2] != k.shape[2]:
+            # torch can't make this subclass under a dispatch mode, which checkpointing runs in.
+            with _disable_current_modes():
+                mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
@@ -71,13 +106,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, T, D]
-        B, T, _ = x.shape
         q, k, v = (
-            proj(x).view(B, T, -1, self.head_size).transpose(1, 2)
+            proj(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -112,7 +146,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama 3. Keyword arguments are the published sizes; `rope_scaling` those of Llama 3.1."""
+    """Llama 3. Keyword arguments are the published sizes; `rope_scaling` those of Llama 3.1.
+
+    `embed_tokens`, or `norm` and `lm_head`, may be None, and `layers` some of the blocks: forward
+    then begins or ends with hidden states [B, T, D].
+    """
+
+    embed_tokens: nn.Embedding | None
+    norm: nn.Module | None
+    lm_head: nn.Module | None
 
     def __init__(
         self,
@@ -129,34 +171,31 @@ class Llama(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
-        self.head_size = hidden_size // num_heads
-        self.rope_theta = rope_theta
-        self.rope_scaling = rope_scaling or {}
+        self.rope = Rope(hidden_size // num_heads, rope_theta, rope_scaling or {})
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
-        self.layers = nn.ModuleList(
-            Block(hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps)
-            for _ in range(num_layers)
+        self.layers = nn.ModuleDict(  # by number, which a block keeps where others are missing
+            {
+                str(number): Block(
+                    hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps
+                )
+                for number in range(num_layers)
+            }
         )
         self.norm = nn.RMSNorm(hidden_size, norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]."""
-        cos, sin = self.rope(tokens.shape[1], tokens.device)
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
+        cos, sin = self.rope(x)
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        for layer in self.layers.values():
             x = layer(x, cos, sin)
+        if self.norm is None or self.lm_head is None:
+            return x
         return self.lm_head(self.norm(x))
-
-    def rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, K/2] in FP32; recomputed a forward, so there is no buffer to lose."""
-        frequencies = rope_frequencies(
-            self.head_size, self.rope_theta, **self.rope_scaling, device=device
-        )
-        angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
-        return angles.cos(), angles.sin()
 
 
 def initial_std(name: str, num_layers: int, std: float) -> float | None:

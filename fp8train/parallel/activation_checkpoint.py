@@ -4,7 +4,8 @@
 core too, and recomputes what is cheap and large: norms, rotary embedding, silu · up, and the
 quantised copies of inputs and weights.
 
-The recomputation gives the same bits under every recipe. Scales of earlier steps change once an
+The recomputation gives the same bits under every recipe. It draws the random bits of its own micro
+batch, where a pipeline has begun another in the meantime. Scales of earlier steps change once an
 optimizer step (`precision/delayed.py`), so those of the forward are still there, and the amax that
 is staged again is a maximum with itself. It runs below FSDP2's hooks, while backward has the
 block's weights gathered anyway: nothing is gathered or reduced twice.
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8train.precision.linear import Gemms, QuantizedLinear
-from fp8train.precision.quantizers import Operand
+from fp8train.precision.quantizers import Operand, Position
 
 aten = torch.ops.aten
 KEPT_OPERATORS = [
@@ -39,7 +40,7 @@ KEPT_OPERATORS = [
 ]
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str, position: Position) -> None:
     """Have each block's forward run under activation checkpointing; names stay as they are.
 
     Comes before `fully_shard`, whose hooks have to stay outside of what is recomputed.
@@ -47,19 +48,38 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     Args:
         blocks: modules whose forward gives the same bits for the same inputs.
         mode: "none", "selective" or "full".
+        position: of the micro batch, shared by the blocks' layers.
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    blocks, kept = list(blocks), KeptResults()
     if mode == "selective":
-        kept = KeptResults()
-        options["context_fn"] = kept.contexts
         for block in blocks:
             _keep_gemms(block, kept)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        forward, recomputation = kept.contexts() if mode == "selective" else (nullcontext(),) * 2
+        return forward, _restored(position, replace(position), recomputation)
+
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
     for block in blocks:
         # Not a wrapper around the block, which would add a part to its parameters' names; and a
         # partial rather than a closure, so that a deep copy of the block runs itself.
         block.forward = partial(checkpoint, block.forward, **options)
+
+
+@contextmanager
+def _restored(
+    position: Position, then: Position, inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    """The position as it was then, for as long as `inner` lasts."""
+    now = vars(position).copy()
+    vars(position).update(vars(then))
+    try:
+        with inner:
+            yield
+    finally:
+        vars(position).update(now)
 
 
 class KeptResults:

@@ -1,36 +1,65 @@
 """From a plain model to one that trains over all ranks, in the order of these steps.
 
-Before processes meet:
-1. `precise_model` makes the model on the meta device, swaps the chosen linears, and on a GPU
-   the norms for apex's.
-After that:
-2. `checkpoint_blocks` has each block's backward recompute what `parallel.activation_checkpoint`
-   says, inside of the sharding, so that recomputation finds the weights gathered;
-3. `fully_shard` shards each block and the rest over the data-parallel ranks: FP32 shards are the
-   master weights, compute is BF16, gradients are accumulated in FP32;
-4. our reduce-scatter takes the place of FSDP2's;
-5. every parameter gets its initial values, a function of seed and name alone.
+Before processes meet, `precise_model` makes the model on the meta device and decides which layers
+run under which recipe. After that, for each pipeline stage of this rank:
+
+1. pipeline: keep the stage's blocks, embedding or head;
+2. tensor parallel: make the parameters DTensors, divided over the tensor ranks;
+3. precision: swap the chosen linears for quantised ones, which learn who shares their tensors;
+4. tensor and context parallel: put the collectives between the modules;
+5. activation checkpointing: have each block's backward recompute what the configuration says;
+6. compile each block, if asked;
+7. FSDP: shard each block and the rest over the data-parallel ranks. FP32 shards are the master
+   weights, compute is BF16, gradients are accumulated in FP32, and our reduce-scatter takes the
+   place of FSDP2's;
+8. initial values, a function of seed and name alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8train.config import Config, ModelConfig
+from fp8train.layout import Layout, micro_batches, padded_vocabulary, stage_blocks
 from fp8train.models.llama import AttentionCore, Llama, initial_std
+from fp8train.parallel import context, tensor
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
+from fp8train.parallel.execution import Execution, Pipelined, Sequential
+from fp8train.parallel.mesh import Mesh
+from fp8train.parallel.pipeline import Examples, Stage, keep_stage, put_off_wgrads, schedule
+from fp8train.parallel.quantized_gather import quantized_gathers
 from fp8train.parallel.reduction import AllToAllReduceScatter
+from fp8train.parallel.vocabulary import cross_entropy
 from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
+from fp8train.precision.linear import LaterWgrads, Numerics
+from fp8train.precision.plan import LayerPlan, plan
 from fp8train.precision.wire import CODECS
 from fp8train.rules import gradient_reduction
+
+
+@dataclass
+class Part:
+    """One pipeline stage of the model on this rank; the whole model without a pipeline.
+
+    Attributes:
+        index: of the stage.
+        model: its modules, sharded; parameters are FP32 DTensors.
+        conversion: which of its layers run in FP8, and their state.
+        later: its weight gradients that wait for a W pass; None where none do.
+    """
+
+    index: int
+    model: Llama
+    conversion: Conversion
+    later: LaterWgrads | None = None
 
 
 @dataclass
@@ -38,27 +67,47 @@ class ParallelModel:
     """A model ready to train.
 
     Attributes:
-        model: the sharded Llama; its parameters are FP32 DTensors.
-        mesh: the data-parallel ranks.
+        model: all parameters of this rank, under the names that they have in the whole model.
+        parts: the pipeline stages that it consists of.
+        mesh: who shares what with whom.
+        execution: runs micro batches.
         reduction: counts the gradient bytes this rank sends.
-        conversion: which layers run in FP8, and their state.
+        tied_across_stages: embedding and head are one parameter, in the first and the last stage.
     """
 
-    model: Llama
-    mesh: DeviceMesh
+    model: nn.Module
+    parts: list[Part]
+    mesh: Mesh
+    execution: Execution
     reduction: AllToAllReduceScatter
-    conversion: Conversion
+    tied_across_stages: bool = False
 
-    def synchronize_gradients(self, on: bool) -> None:
-        """Whether the next backward reduces gradients; off, they add up unsharded in FP32."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(on)
+    def conversions(self) -> list[Conversion]:
+        return [part.conversion for part in self.parts]
+
+    def numerics(self) -> dict[str, Numerics]:
+        """Of this rank's quantised layers, by full name."""
+        return {
+            name: numerics
+            for conversion in self.conversions()
+            for name, numerics in conversion.numerics.items()
+        }
+
+    def delayed_state(self) -> dict[str, Tensor]:
+        """Histories and scales of delayed scaling on this rank; empty without."""
+        state: dict[str, Tensor] = {}
+        for conversion in self.conversions():
+            if conversion.delayed is not None:
+                state |= conversion.delayed.state_dict()
+        return state
 
     def release_weights(self) -> None:
-        """Free the root's gathered weights, which FSDP2 keeps for a backward, after a forward
-        that has none."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.reshard()
+        """Free the gathered weights, which FSDP2 keeps for a backward, after a forward that has
+        none."""
+        for part in self.parts:
+            for module in part.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def precise_model(
@@ -72,9 +121,7 @@ def precise_model(
     Raises:
         ConfigError: a layer pattern that matches nothing.
     """
-    with torch.device("meta"):
-        model = llama(config.model)
-        fuse_norms(model, device)
+    model = meta_model(config.model, device)
     conversion = convert(
         model,
         config.precision,
@@ -86,33 +133,162 @@ def precise_model(
     return model, conversion
 
 
-def parallelize(
-    model: Llama, conversion: Conversion, config: Config, device: torch.device
-) -> ParallelModel:
-    """Shard a meta-device model over all ranks of the default process group and fill it."""
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    compute = torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
+def meta_model(config: ModelConfig, device: torch.device) -> Llama:
+    """The plain model on the meta device, with apex's norms where it will run on a GPU."""
+    with torch.device("meta"):
+        model = llama(config)
+        fuse_norms(model, device)
+    return model
+
+
+def parallelize(config: Config, device: torch.device, backend: str = "emulated") -> ParallelModel:
+    """Divide the configured model over all ranks of the default process group and fill it.
+
+    Raises:
+        ConfigError: as `Layout.of` and `precise_model`.
+    """
+    layout = Layout.of(config.parallel, torch.distributed.get_world_size())
+    mesh = Mesh.of(layout, device)
+    reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
+    plans = plan(linear_names(meta_model(config.model, device)), config.precision)
+    blocks = stage_blocks(config.model, layout.stages)
+    parts = [
+        build_part(index, blocks[index], config, mesh, plans, device, backend)
+        for index in layout.stages_of(mesh.place.pipeline)
+    ]
+    for part in parts:
+        shard(part.model, config, mesh, reduction)
+        part.model.to_empty(device=device)
+        initialize(part.model, config.model, config.trainer.seed)
+    return ParallelModel(
+        union([part.model for part in parts]),
+        parts,
+        mesh,
+        execution(parts, config, mesh, device),
+        reduction,
+        tied_across_stages=config.model.tie_embeddings and layout.pipeline > 1,
+    )
+
+
+def build_part(
+    index: int,
+    blocks: range,
+    config: Config,
+    mesh: Mesh,
+    plans: dict[str, LayerPlan],
+    device: torch.device,
+    backend: str,
+) -> Part:
+    """A stage on the meta device, steps 1 to 6."""
+    layout, parallel, precision = mesh.layout, config.parallel, config.precision
+    model = meta_model(config.model, device)
+    keep_stage(model, blocks, first=index == 0, last=index == layout.stages - 1)
+    if layout.tensor > 1:
+        tensor.shard_weights(model, mesh)
+    length = config.trainer.sequence_length
+    ours = plans if backend != "transformer_engine" else {}
+    quantized = quantized_gathers(tensor.branches(model), ours, layout, length)
+    zero_bubble = layout.pipeline > 1 and parallel.pipeline_schedule == "zero_bubble"
+    conversion = convert(
+        model,
+        precision,
+        device,
+        AttentionCore,
+        backend=backend,
+        seed=config.trainer.seed,
+        plans={name: plans[name] for name in linear_names(model) if name in plans},
+        splits=tensor.splits(model, mesh, precision.amax_groups, quantized),
+        all_linears=zero_bubble,
+    )
+    later = put_off_wgrads(model) if zero_bubble else None
+    if layout.tensor > 1:
+        tensor.communicate(model, mesh, quantized)
+    if layout.context > 1:
+        context.install(model, mesh.context, length)
+    elif layout.sequence:  # the residual stream is shorter than the sequence
+        model.rope = context.ContextRope(model.rope, length, mesh.context)
+    checkpoint_blocks(model.layers.values(), parallel.activation_checkpoint, conversion.position)
+    if parallel.compile:
+        for block in model.layers.values():
+            block.compile()
+    return Part(index, model, conversion, later)
+
+
+def shard(model: Llama, config: Config, mesh: Mesh, reduction: AllToAllReduceScatter) -> None:
+    """Divide parameters, gradients and optimizer states over the data-parallel ranks."""
     policy = MixedPrecisionPolicy(
-        param_dtype=compute,
+        param_dtype=compute_dtype(config),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay FP32
     )
-    checkpoint_blocks(model.layers, config.parallel.activation_checkpoint)
-    reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in (*model.layers.values(), model):
+        # A stage runs many micro batches a step, and would gather its weights for each.
+        stays = mesh.layout.pipeline > 1
+        fully_shard(
+            module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False if stays else None
+        )
         assert isinstance(module, FSDPModule)
         # By shape, not by class: FSDP2's ReduceScatter is not a public name.
         module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
-    model.to_empty(device=device)
-    initialize(model, config.model, config.trainer.seed)
-    return ParallelModel(model, mesh, reduction, conversion)
+
+
+def execution(parts: list[Part], config: Config, mesh: Mesh, device: torch.device) -> Execution:
+    """How micro batches run through this rank's parts."""
+    model, trainer, layout = config.model, config.trainer, mesh.layout
+    rows = padded_vocabulary(model) // layout.tensor
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        group = mesh.tensor.get_group() if layout.tensor > 1 else None
+        first = mesh.place.tensor * rows
+        return cross_entropy(logits, targets, model.vocab_size, group, first).sum()
+
+    if layout.pipeline == 1:
+        return Sequential(parts[0].model, loss)
+    examples = Examples.of(
+        layout,
+        trainer.micro_batch_size,
+        trainer.sequence_length,
+        model.hidden_size,
+        padded_vocabulary(model),
+        compute_dtype(config),
+    )
+    stages = [
+        Stage(part.model, part.index, mesh, device, examples.of_stage(*ends), part.later)
+        for part in parts
+        for ends in [(part.index == 0, part.index == layout.stages - 1)]
+    ]
+    count = micro_batches(config, layout)
+    make = partial(schedule, config.parallel.pipeline_schedule, stages, count)
+    return Pipelined(stages, make, loss, count)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def union(models: list[Llama]) -> nn.Module:
+    """The modules of several stages in one tree, under the names of the whole model."""
+    if len(models) == 1:
+        return models[0]
+    tree = nn.Module()
+    tree.layers = nn.ModuleDict(
+        {number: block for model in models for number, block in model.layers.items()}
+    )
+    for name in ("embed_tokens", "norm", "lm_head"):
+        for model in models:
+            if (module := getattr(model, name)) is not None:
+                setattr(tree, name, module)
+    return tree
 
 
 def llama(config: ModelConfig) -> Llama:
     """The plain model of a configuration, on the current default device."""
     return Llama(
-        vocab_size=config.vocab_size,
+        vocab_size=padded_vocabulary(config),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_layers=config.num_layers,
@@ -129,12 +305,14 @@ def llama(config: ModelConfig) -> Llama:
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fill every parameter; each depends on seed and name only, so no layout changes it."""
     for name, parameter in model.named_parameters():
+        if config.tie_embeddings and name == "lm_head.weight":
+            name = "embed_tokens.weight"  # one parameter, even where two stages have a copy each
         std = initial_std(name, config.num_layers, config.init_std)
         full = initial_values(name, parameter.shape, std, seed, parameter.device)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            shard = distribute_tensor(full, mesh, placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+            part = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(full)
 

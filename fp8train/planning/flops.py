@@ -19,6 +19,14 @@ def linear_sizes(model: ModelConfig) -> dict[str, int]:
     }
 
 
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the whole model, the padding of its vocabulary left out."""
+    table = model.vocab_size * model.hidden_size
+    block = sum(linear_sizes(model).values()) + 2 * model.hidden_size
+    tables = table if model.tie_embeddings else 2 * table
+    return tables + model.num_layers * block + model.hidden_size
+
+
 def attention_core_flops(model: ModelConfig, sequence_length: int) -> float:
     """Forward FLOPs a token and block of q·kᵀ and its product with v, causal: half of full."""
     return 2 * 2 * sequence_length * model.hidden_size / 2

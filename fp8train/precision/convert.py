@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fp8train.config import PrecisionConfig
 from fp8train.precision.backends.emulated import Emulated, WideAttentionCore, has_fast_bf16
@@ -20,6 +20,7 @@ from fp8train.precision.linear import Numerics, QuantizedLinear, WeightCache
 from fp8train.precision.plan import LayerPlan, kinds, plan
 from fp8train.precision.quantizers import HighPrecision, Position
 from fp8train.precision.recipes import ROLES
+from fp8train.precision.split import Splits
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Conversion:
     position: Position = field(default_factory=Position)
     cache: WeightCache = field(default_factory=WeightCache)
 
-    def begin_micro_batch(self, step: int, micro_batch: int, row_offset: int) -> None:
+    def begin_micro_batch(self, step: int, micro_batch: int, rows: Tensor | None = None) -> None:
         """Tell stochastic rounding where training is; see `Position`."""
         position = self.position
-        position.step, position.micro_batch, position.row_offset = step, micro_batch, row_offset
+        position.step, position.micro_batch, position.rows = step, micro_batch, rows
 
     def end_step(self, group: dist.ProcessGroup | None = None, *, skipped: bool = False) -> None:
         """After the last backward of an optimizer step, and the step itself.
@@ -69,6 +70,9 @@ def convert(
     *,
     backend: str = "emulated",
     seed: int = 0,
+    plans: dict[str, LayerPlan] | None = None,
+    splits: Splits | None = None,
+    all_linears: bool = False,
 ) -> Conversion:
     """Swap the chosen linears of the model for quantised ones, in place.
 
@@ -81,36 +85,32 @@ def convert(
         attention_core: the model's class of q, k, v → output, causal; None if it has none.
         backend: as `choose_backend` gives it.
         seed: of stochastic rounding.
+        plans: of the linears to quantise, where the model is a part of the one that the patterns
+            are about; None to make them here.
+        splits: how ranks share the linears' matrices; None if each has them whole.
+        all_linears: swap the linears that stay in high precision too, for ours.
     Raises:
         ConfigError: a pattern that matches no layer.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    conversion = Conversion(plan(list(linears), precision))
+    conversion = Conversion(plan(list(linears), precision) if plans is None else plans)
     conversion.cache.enabled = precision.cache_weights
     if conversion.layers:
-        job = Job(model, conversion.layers, device, seed, conversion.position, conversion.cache)
+        shared = (conversion.position, conversion.cache, splits or {})
+        job = Job(model, conversion.layers, device, seed, *shared)
         installed = load_backend(backend, precision, device).install(job)
         conversion.numerics, conversion.delayed = installed.numerics, installed.delayed
-    if precision.recipe != "fp32" and not has_fast_bf16(device):
-        _to_wide_bf16(model, linears, conversion, attention_core, device)
+    slow_bf16 = precision.recipe != "fp32" and not has_fast_bf16(device)
+    if slow_bf16 or all_linears:
+        emulation = "exact" if precision.recipe == "fp32" else "fast"
+        numerics = Numerics(dict.fromkeys(ROLES, HighPrecision()), Emulated.on(device, emulation))
+        for name in linears.keys() - conversion.layers.keys():
+            replace(model, name, QuantizedLinear.take_over(linears[name], numerics))
+    for name, module in list(model.named_modules()):
+        if slow_bf16 and attention_core is not None and isinstance(module, attention_core):
+            replace(model, name, WideAttentionCore())
     conversion.table = table(list(linears), conversion.layers, precision, backend)
     return conversion
-
-
-def _to_wide_bf16(
-    model: nn.Module,
-    linears: dict[str, nn.Linear],
-    conversion: Conversion,
-    attention_core: type[nn.Module] | None,
-    device: torch.device,
-) -> None:
-    """BF16's numbers through FP32 GEMMs, for what is not quantised."""
-    numerics = Numerics(dict.fromkeys(ROLES, HighPrecision()), Emulated.on(device, "fast"))
-    for name in linears.keys() - conversion.layers.keys():
-        replace(model, name, QuantizedLinear.take_over(linears[name], numerics))
-    for name, module in list(model.named_modules()):
-        if attention_core is not None and isinstance(module, attention_core):
-            replace(model, name, WideAttentionCore())
 
 
 def table(

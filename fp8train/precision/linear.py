@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8train.precision.quantize import share_amax
 from fp8train.precision.quantizers import Operand, Position, Quantizer
@@ -29,6 +31,7 @@ class Gemms(Protocol):
         ...
 
 
+Wgrad = Callable[[], Tensor]
 Observer = Callable[[str, Tensor, Operand], None]  # role, what came in, what became of it
 
 
@@ -66,6 +69,13 @@ class Numerics:
             self.observer(role, x, operands[0])
         return operands
 
+    def saw(self, role: str, x: Tensor, operand: Operand, *, training: bool) -> None:
+        """Take note of a tensor that another layer has quantised for this one too."""
+        if training:
+            self.quantizers[role].note(x)
+            if self.observer is not None:
+                self.observer(role, x, operand)
+
     def quantize_weight(
         self,
         weight: Tensor,
@@ -87,6 +97,23 @@ class Numerics:
         return row, self.quantize("weight", weight, rowwise=False, columnwise=True, **asked)[1]
 
 
+@dataclass(frozen=True)
+class ArrivingInput:
+    """A layer's input that was quantised in parts, by the ranks that had them.
+
+    Attributes:
+        stand_in: [..., K]; carries shape, dtype and gradient, but no values.
+        rowwise: the operand of fprop.
+        part: this rank's part of wgrad's operand; None where no gradient is wanted.
+        join: makes that operand of its parts.
+    """
+
+    stand_in: Tensor
+    rowwise: Operand
+    part: Operand | None
+    join: Callable[[Operand], Operand]
+
+
 class QuantizedMatmul(torch.autograd.Function):
     """y = x · wᵀ for x [..., K], w [N, K]; the leading sizes of x count as rows."""
 
@@ -100,21 +127,36 @@ class QuantizedMatmul(torch.autograd.Function):
         levels: Tensor | None,
         training: bool,
         differentiable: bool,
+        put_off: Callable[[Wgrad], None] | None,
+        arriving: ArrivingInput | None,
     ) -> Tensor:
         needs_dx, needs_dw = (needs and differentiable for needs in ctx.needs_input_grad[:2])
+        needs_dw |= put_off is not None
         position = replace(numerics.position)  # as it is now: another forward may come before
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if levels is not None:
-            rows = rows / levels.to(rows.dtype)
-        x_row, x_col = numerics.quantize(
-            "input", rows, rowwise=True, columnwise=needs_dw, training=training, position=position
-        )
+        x_row: Operand | None
+        x_col: Operand | None
+        if arriving is not None:
+            x_row, x_col, ctx.join = arriving.rowwise, arriving.part, arriving.join
+        else:
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            if levels is not None:
+                rows = rows / levels.to(rows.dtype)
+            x_row, x_col = numerics.quantize(
+                "input",
+                rows,
+                rowwise=True,
+                columnwise=needs_dw,
+                training=training,
+                position=position,
+            )
+            ctx.join = None
         w_row, w_col = weight_operands or numerics.quantize_weight(
             weight, levels, columnwise=needs_dx, training=training, position=position
         )
         saved, ctx.rebuild = _flatten([x_col if needs_dw else None, w_col if needs_dx else None])
         ctx.save_for_backward(levels, *saved)
         ctx.numerics, ctx.training, ctx.position = numerics, training, position
+        ctx.needs_dw, ctx.put_off = needs_dw, put_off
         ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), x.shape
         assert x_row is not None and w_row is not None
         y = numerics.gemms.gemm("fprop", x_row, w_row, x.dtype)
@@ -124,7 +166,7 @@ class QuantizedMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_dw
         levels, *saved = ctx.saved_tensors
         x, w = ctx.rebuild(tuple(saved))
         gemm = ctx.numerics.gemms.gemm
@@ -137,10 +179,17 @@ class QuantizedMatmul(torch.autograd.Function):
             position=ctx.position,
         )
         dx = gemm("dgrad", g_row, w, ctx.dtypes[0]).view(ctx.shape) if needs_dx else None
-        dw = gemm("wgrad", g_col, x, ctx.dtypes[1]) if needs_dw else None
-        if dw is not None and levels is not None:
-            dw = dw * levels.to(dw.dtype)
-        return dx, dw, None, None, None, None, None
+        # No ctx below, which a put-off wgrad would keep alive.
+        dtype, join = ctx.dtypes[1], ctx.join
+
+        def wgrad() -> Tensor:
+            dw: Tensor = gemm("wgrad", g_col, x if join is None else join(x), dtype)
+            return dw if levels is None else dw * levels.to(dtype)
+
+        if ctx.put_off is not None:
+            ctx.put_off(wgrad)
+            needs_dw = False
+        return dx, wgrad() if needs_dw else None, *[None] * 7
 
 
 def _flatten(
@@ -206,6 +255,7 @@ class QuantizedLinear(nn.Linear):
     cache: WeightCache
     smooth: Smoothing | None
     cached: tuple[int, WeightOperands] | None = None
+    later: LaterWgrads | None = None
 
     @classmethod
     def take_over(
@@ -228,19 +278,26 @@ class QuantizedLinear(nn.Linear):
         layer.train(linear.training)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | ArrivingInput) -> Tensor:
         """x [..., K] → [..., N] in x's dtype."""
+        arriving = x if isinstance(x, ArrivingInput) else None
+        x = x.stand_in if isinstance(x, ArrivingInput) else x
         levels = None if self.smooth is None else self.smooth.levels(x)
         # Inside a Function's forward gradients are always off, so it is asked here.
-        differentiable = torch.is_grad_enabled()
+        differentiable, weight, put_off = torch.is_grad_enabled(), self.weight, None
+        if self.later is not None and differentiable and x.requires_grad:
+            # Detached, or autograd would add zeros to the gradient in the meantime.
+            weight, put_off = weight.detach(), partial(self.later.put_off, self)
         y = QuantizedMatmul.apply(
             x,
-            self.weight,
+            weight,
             self.numerics,
             self._weight_operands(x.requires_grad and differentiable),
             levels,
             self.training,
             differentiable,
+            put_off,
+            arriving,
         )
         return y if self.bias is None else y + self.bias
 
@@ -261,6 +318,51 @@ class QuantizedLinear(nn.Linear):
         )
         self.cached = (self.cache.version, operands)
         return operands
+
+
+class LaterWgrads:
+    """Weight gradients that wait for the pipeline schedule: zero bubble runs the backward of a
+    micro batch for its input first, which the stage before waits for, and for the weights when
+    there is nothing else to do (Qi et al. 2023, arXiv 2401.10241).
+
+    One object for the layers of a pipeline stage. The quantised output gradient is made in the
+    first pass, with the scales and random bits of that micro batch, and used in both.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[nn.Parameter, Wgrad]] = []
+
+    def put_off(self, layer: nn.Module, wgrad: Wgrad) -> None:
+        """Keep a weight gradient of a layer for later."""
+        weight = layer._parameters["weight"]  # the parameter itself, where `weight` is a part of it
+        assert weight is not None
+        self.waiting.append((weight, wgrad))
+
+    def take(self) -> Callable[[], None]:
+        """What waits now, as one call that adds it to the parameters' gradients."""
+        waiting, self.waiting = self.waiting, []
+
+        def run() -> None:
+            while waiting:  # each is freed as soon as it is done
+                weight, wgrad = waiting.pop(0)
+                add_gradient(weight, wgrad())
+
+        return run
+
+
+@torch.no_grad()
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient; to this rank's part of it if the parameter is a DTensor."""
+    if isinstance(parameter, DTensor):
+        gradient = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 @dataclass

@@ -55,7 +55,7 @@ def quantize_nvfp4(
             cpu_kernels.Rule.of("nvfp4", (encode * sixth).item(), decode.item()),
             payload.dtype_of(E2M1),
             fold=fold,
-            draw=None if draw is None else draw.numbers(),
+            draw=None if draw is None else draw.numbers(x),
         )
         return QuantizedTensor(q, d, E2M1, granularity, decode, fold)
     d = round_to_grid(block_amax(x, granularity) * (encode * sixth), E4M3)

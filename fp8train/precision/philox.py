@@ -32,7 +32,7 @@ def key_of(seed: int, *names: str) -> int:
 def draws(
     key: int,
     tick: int,
-    rows: int,
+    rows: int | Tensor,
     columns: int,
     *,
     row_offset: int = 0,
@@ -47,22 +47,24 @@ def draws(
     Args:
         key: 64 bits, as of `key_of`.
         tick: 64 bits that count the draws of one key (a step, a micro batch).
-        row_offset, column_offset: where this shard begins in the whole tensor; any integers ≥ 0.
+        rows: how many, or int64 on the device: the number of each.
+        row_offset, column_offset: added to the numbers of rows and columns; any integers ≥ 0.
     Returns:
         int32 [rows, columns], contiguous.
     """
     first, last = column_offset // 4, -(-(column_offset + columns) // 4)
     column = torch.arange(first, last, device=device)[None, :]
-    row = torch.arange(row_offset, row_offset + rows, device=device)[:, None]
+    numbers = torch.arange(rows, device=device) if isinstance(rows, int) else rows
+    row = (numbers + row_offset)[:, None]
     low, high = (torch.full((1, 1), tick >> shift & MASK, device=device) for shift in (0, 32))
-    out = torch.empty(rows, last - first, 4, dtype=torch.int32, device=device)
-    step = max(1, CHUNK // max(1, last - first)) if out.device.type == "cpu" else max(1, rows)
-    for start in range(0, rows, step):
+    out = torch.empty(len(row), last - first, 4, dtype=torch.int32, device=device)
+    step = max(1, CHUNK // max(1, last - first)) if out.device.type == "cpu" else max(1, len(row))
+    for start in range(0, len(row), step):
         part = slice(start, start + step)
         for word, value in enumerate(philox4x32((column, row[part], low, high), key)):
             out[part, :, word] = value >> 8
     skip = column_offset - 4 * first
-    return out.view(rows, 4 * (last - first))[:, skip : skip + columns].contiguous()
+    return out.view(len(row), 4 * (last - first))[:, skip : skip + columns].contiguous()
 
 
 def philox4x32(counter: Block, key: int) -> Block:

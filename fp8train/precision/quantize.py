@@ -52,29 +52,42 @@ class Draw:
         key: of the seed, the layer, the role and the copy (`philox.key_of`).
         tick: the micro batch, of a weight the step.
         row_offset, column_offset: where this matrix lies in the global one.
+        rows: int64, on the matrix's device, contiguous: the number of each row, instead of 0, 1, …;
+            the offset is added.
     """
 
     key: int
     tick: int
     row_offset: int = 0
     column_offset: int = 0
+    rows: Tensor | None = None
 
     def noise(self, x: Tensor) -> Tensor:
         """Uniform 24-bit integers of the shape [rows, columns] of x."""
+        self._check(x)
         rows, columns = x.shape
         return draws(
             self.key,
             self.tick,
-            rows,
+            rows if self.rows is None else self.rows,
             columns,
             row_offset=self.row_offset,
             column_offset=self.column_offset,
             device=x.device,
         )
 
-    def numbers(self) -> cpu_kernels.Draw:
-        """The same for the CPU kernels."""
-        return cpu_kernels.Draw(self.key, self.tick, self.row_offset, self.column_offset)
+    def numbers(self, x: Tensor) -> cpu_kernels.Draw:
+        """The same for the CPU kernels, while this object lives."""
+        self._check(x)
+        offsets = self.row_offset, self.column_offset
+        return cpu_kernels.Draw.of(self.key, self.tick, *offsets, self.rows)
+
+    def _check(self, x: Tensor) -> None:
+        if self.rows is not None and len(self.rows) != len(x):
+            raise ValueError(
+                f"stochastic rounding knows the numbers of {len(self.rows)} rows and is given "
+                f"{len(x)}: tell `begin_micro_batch` the rows of this batch"
+            )
 
 
 def quantize(
@@ -180,7 +193,7 @@ def _fused(
             _kernel_rule(rule, fmt, overflow),
             dtype,
             fold=fold,
-            draw=None if draw is None else draw.numbers(),
+            draw=None if draw is None else draw.numbers(x),
         )
     copies = []
     for granularity, (values, scale_inv) in zip(granularities, made, strict=True):
@@ -271,7 +284,7 @@ def apply_scales(
             *(x, scales.scale.contiguous(), scales.scale_inv.contiguous(), fmt),
             *(granularity.block(*x.shape), dtype),
             fold=fold,
-            draw=None if draw is None else draw.numbers(),
+            draw=None if draw is None else draw.numbers(x),
         )
         return QuantizedTensor(values, scales.scale_inv, fmt, granularity, folded=fold)
     noise = None if draw is None else draw.noise(x)

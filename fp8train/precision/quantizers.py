@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from fp8train.precision.delayed import DelayedState
@@ -28,6 +28,7 @@ from fp8train.precision.quantize import (
 )
 from fp8train.precision.recipes import DelayedScaling, NVFP4Scaling, Recipe
 from fp8train.precision.scaling import Scales
+from fp8train.precision.split import WHOLE, Split
 from fp8train.precision.tensor import TENSOR, QuantizedTensor
 
 Operand = QuantizedTensor | Tensor  # a Tensor stays in high precision
@@ -40,12 +41,13 @@ class Position:
     Attributes:
         step: of the optimizer; weights draw once a step.
         micro_batch: the first sample of the micro batch; inputs and gradients draw in each.
-        row_offset: rows of the micro batch that come before this rank's.
+        rows: int64 [B, T] on the device: which rows of the global micro batch this rank's tokens
+            are; None for 0 to B·T − 1.
     """
 
     step: int = 0
     micro_batch: int = 0
-    row_offset: int = 0
+    rows: Tensor | None = None
 
 
 class Quantizer(Protocol):
@@ -62,6 +64,10 @@ class Quantizer(Protocol):
         self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
     ) -> tuple[Operand | None, Operand | None]: ...
 
+    def note(self, x: Tensor) -> None:
+        """Leave the trace in training that quantising x would, where others quantise it."""
+        ...
+
 
 @dataclass
 class HighPrecision:
@@ -71,6 +77,9 @@ class HighPrecision:
         self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
     ) -> tuple[Operand | None, Operand | None]:
         return x if rowwise else None, x if columnwise else None
+
+    def note(self, x: Tensor) -> None:
+        """Nothing to leave."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +91,35 @@ class Rounding:
         layer: its full name.
         role: "input", "weight" or "grad_output".
         seed: of the run.
+        split: where the matrix lies in the whole one.
     """
 
     stochastic: bool = False
     layer: str = ""
     role: str = ""
     seed: int = 0
+    split: Split = WHOLE
 
-    def draw(self, copy: int, position: Position) -> Draw | None:
-        """The random bits of the row-wise (0) or column-wise (1) copy; None for nearest even."""
+    def draw(self, copy: int, position: Position, padding: int = 0) -> Draw | None:
+        """The random bits of the row-wise (0) or column-wise (1) copy; None for nearest even.
+
+        Args:
+            padding: rows added behind the last one; they are numbered on from there.
+        """
         if not self.stochastic:
             return None
         key = key_of(self.seed, self.layer, self.role, ("rowwise", "columnwise")[copy])
+        column_offset = self.split.column_offset
         if self.role == "weight":
-            return Draw(key, position.step)
-        return Draw(key, position.micro_batch, position.row_offset)
+            return Draw(key, position.step, self.split.row_offset, column_offset)
+        rows = position.rows
+        if rows is not None:
+            index, count = self.split.sequence_part
+            rows = rows.chunk(count, dim=-1)[index].flatten()
+            if padding:
+                added = torch.arange(1, padding + 1, device=rows.device)
+                rows = torch.cat((rows, rows[-1] + added))
+        return Draw(key, position.micro_batch, 0, column_offset, rows)
 
 
 NEAREST = Rounding()
@@ -110,14 +133,14 @@ class Scaled:
         recipe: any but `DelayedScaling`.
         role: "input", "weight" or "grad_output".
         payload: the form that the backend takes.
-        groups: for each copy the ranks that hold other parts of its blocks; None for this alone.
+        split: how ranks share the matrix.
     """
 
     recipe: Recipe
     role: str
     payload: Payload
     rounding: Rounding = NEAREST
-    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+    split: Split = WHOLE
 
     def __call__(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
@@ -128,11 +151,16 @@ class Scaled:
             return quantize_pair(x, fmt, granularities, self.recipe.rule, self.payload)
         return both_copies(partial(self._copy, x, position), shared, rowwise, columnwise)
 
+    def note(self, x: Tensor) -> None:
+        """Nothing to leave."""
+
     def _alike(self) -> Format | None:
         """The format of both copies where they differ in granularity alone, so that one pass over
         x makes them; None where they need more."""
         rowwise, columnwise = self.recipe.formats.of(self.role)
-        simple = self.groups == (None, None) and not self.rounding.stochastic
+        granularities = self.recipe.granularity(self.role)
+        alone = all(self.split.sharing(granularity) is None for granularity in granularities)
+        simple = alone and not self.rounding.stochastic
         nvfp4 = isinstance(self.recipe, NVFP4Scaling)
         return rowwise if simple and not nvfp4 and rowwise == columnwise else None
 
@@ -142,13 +170,16 @@ class Scaled:
         if fmt is None:
             return x
         granularity = recipe.granularity(self.role)[copy]
-        group, draw = self.groups[copy], self.rounding.draw(copy, position)
         if isinstance(recipe, NVFP4Scaling):
+            rows = len(x)
             if copy == 1 and self.role != "weight" and recipe.transforms_wgrad:
                 x = hadamard(x)
+            draw = self.rounding.draw(copy, position, padding=len(x) - rows)
+            group = self.split.both  # all blocks have the tensor's scale in common
             return quantize_nvfp4(
                 x, granularity, self.payload, margin=recipe.margin, group=group, draw=draw
             )
+        draw, group = self.rounding.draw(copy, position), self.split.sharing(granularity)
         return quantize(x, fmt, granularity, recipe.rule, self.payload, group=group, draw=draw)
 
 
@@ -175,16 +206,23 @@ class Delayed:
         self, x: Tensor, *, rowwise: bool, columnwise: bool, training: bool, position: Position
     ) -> tuple[Operand | None, Operand | None]:
         if training:
-            amax = block_amax(x, TENSOR).view(())
             asked = zip(self.rows, (rowwise, columnwise), strict=True)
-            for row in {row for row, wanted in asked if wanted and row >= 0}:
-                self.state.stage(row, amax)
+            self._stage(x, {row for row, wanted in asked if wanted})
         return both_copies(
             partial(self._copy, x, position),
             self.recipe.shares_copies(self.role),
             rowwise,
             columnwise,
         )
+
+    def note(self, x: Tensor) -> None:
+        """Stage the amax of both copies."""
+        self._stage(x, set(self.rows))
+
+    def _stage(self, x: Tensor, rows: set[int]) -> None:
+        amax = block_amax(x, TENSOR).view(())
+        for row in rows - {-1}:
+            self.state.stage(row, amax)
 
     def _copy(self, x: Tensor, position: Position, copy: int) -> Operand:
         fmt = self.recipe.formats.of(self.role)[copy]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -30,6 +31,8 @@ from fp8train.parallel.parallelize import ParallelModel
 from fp8train.rules import gradient_reduction
 
 MANIFEST = "manifest.json"
+# One entry a parameter instead of a list of them, which would be another list in each stage.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass
@@ -76,6 +79,7 @@ def held(config: Config) -> dict[str, Any]:
         "model": model,
         "precision": precision,
         "gradients": {"reduce": gradient_reduction(config)},
+        "data": {"eod_mask_loss": config.data.eod_mask_loss},
     }
 
 
@@ -176,7 +180,7 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
             f"before"
         ) from error
     set_model_state_dict(parallel.model, state["model"])
-    set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"])
+    set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"], options=FLAT)
     for group, configured in zip(optimizer.param_groups, settings, strict=True):
         group.update(configured)
 
@@ -184,8 +188,8 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
 def _state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(parallel.model),
-        "optimizer": get_optimizer_state_dict(parallel.model, optimizer),
+        "optimizer": get_optimizer_state_dict(parallel.model, optimizer, options=FLAT),
     }
-    if parallel.conversion.delayed is not None:
-        state["delayed_scaling"] = parallel.conversion.delayed.state_dict()
+    if delayed := parallel.delayed_state():
+        state["delayed_scaling"] = delayed
     return state

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8train.config import Config
 from fp8train.data.dataset import PreparedData
 from fp8train.data.order import TrainSamples, validation_samples
+from fp8train.layout import micro_batches
+from fp8train.parallel.context import positions
+from fp8train.parallel.execution import MicroBatch
 from fp8train.parallel.parallelize import ParallelModel
-from fp8train.parallel.runtime import Ranks
+from fp8train.parallel.vocabulary import IGNORE
 from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.training.checkpoint import Progress
+from fp8train.training.clip import clip_gradients, share_tied_gradient
 from fp8train.training.loss_scale import LossScaler
 from fp8train.training.optimizer import build_optimizer
 from fp8train.training.schedule import learning_rate
@@ -52,24 +55,24 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        ranks: Ranks,
         device: torch.device,
         data: PreparedData,
         progress: Progress,
         parallel: ParallelModel,
     ) -> None:
-        self.config, self.ranks, self.device, self.progress = config, ranks, device, progress
-        self.parallel = parallel
+        self.config, self.device, self.progress = config, device, progress
+        self.parallel, self.mesh = parallel, parallel.mesh
         length = config.trainer.sequence_length
+        layout, place = self.mesh.layout, self.mesh.place
+        self.positions = positions(length, layout.context, place.context, torch.device("cpu"))
+        self.end_of_document = data.eos_id if config.data.eod_mask_loss else None
         self.samples = TrainSamples(data.train, length, config.trainer.seed)
         self.held_out = validation_samples(
             data.validation, length, config.trainer.validation_samples
         )
         self.optimizer = build_optimizer(parallel.model, config.optimizer)
         self.loss_scaler = LossScaler(config, progress)
-        self.telemetry = Telemetry(
-            parallel.conversion.numerics, config.precision.telemetry.every, device
-        )
+        self.telemetry = Telemetry(parallel.numerics(), config.precision.telemetry.every, device)
 
     @property
     def tokens_a_step(self) -> int:
@@ -82,9 +85,11 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.telemetry.begin_step(progress.step + 1)
         loss = self._gradients()
-        telemetry = self.telemetry.end_step(self.parallel.mesh.get_group())
+        telemetry = self._end_telemetry()
         self.loss_scaler.unscale(self.parallel.model.parameters())
-        grad_norm = self._clip()
+        if self.parallel.tied_across_stages:
+            share_tied_gradient(self.parallel)
+        grad_norm = clip_gradients(self.parallel, trainer.clip_grad_norm or math.inf)
         skipped = not math.isfinite(grad_norm)
         progress.step += 1
         progress.consumed_samples += trainer.global_batch_size
@@ -102,30 +107,66 @@ class Learner:
         """Leave the mean gradient in the FP32 shards, times the loss scale.
 
         Returns:
-            the mean loss over all ranks, without the scale.
+            the mean loss over the global batch's targets, without the scale.
         """
-        trainer, ranks = self.config.trainer, self.ranks
-        micro = trainer.micro_batch_size
-        rounds = trainer.global_batch_size // (micro * ranks.world_size)
-        total = torch.zeros((), device=self.device)
-        for index in range(rounds):
-            self.parallel.synchronize_gradients(index == rounds - 1)
-            first = self.progress.consumed_samples + index * ranks.world_size * micro
-            self.parallel.conversion.begin_micro_batch(
-                self.progress.step, first, ranks.rank * micro * trainer.sequence_length
-            )
-            batch = self.samples.batch(first + ranks.rank * micro, micro)
-            loss = self._losses(batch).mean() / rounds
-            (loss * self.loss_scaler.scale).backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        return float(total) / ranks.world_size
+        micro, data = self.config.trainer.micro_batch_size, self.mesh.layout.data
+        batches = []
+        for index in range(micro_batches(self.config, self.mesh.layout)):
+            first = self.progress.consumed_samples + index * data * micro
+            mine = first + self.mesh.place.data * micro
+            batches.append(self._batch(self.samples.batch(mine, micro), first))
+        targets = self._count(batches)
+        # FSDP averages over the ranks that have samples or positions of their own.
+        ranks = data * self.mesh.layout.context
+        weight = ranks / max(targets, 1) * self.loss_scaler.scale
+        total = self.parallel.execution.train(batches, weight, self._begin)
+        return self._sum(total) / max(targets, 1)
 
-    def _clip(self) -> float:
-        """Clip the gradient to `trainer.clip_grad_norm`; return its norm before."""
-        limit = self.config.trainer.clip_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parallel.model.parameters(), limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    def _batch(self, samples: Tensor, first_sample: int, rows: int | None = None) -> MicroBatch:
+        """This rank's part of samples [B, T+1], of which only so many rows count."""
+        tokens, targets = samples[:, :-1], samples[:, 1:].clone()
+        if self.end_of_document is not None:
+            targets[tokens == self.end_of_document] = IGNORE
+        targets[rows if rows is not None else len(samples) :] = IGNORE
+        here = [part[:, self.positions].to(self.device) for part in (tokens, targets)]
+        return MicroBatch(here[0], here[1], first_sample)
+
+    def _begin(self, batch: MicroBatch) -> None:
+        """Tell the layers which rows of which micro batch come."""
+        samples, length = batch.tokens.shape[0], self.config.trainer.sequence_length
+        first = self.mesh.place.data * samples
+        numbers = torch.arange(first, first + samples)[:, None] * length + self.positions
+        rows = numbers.to(self.device)
+        for conversion in self.parallel.conversions():
+            conversion.begin_micro_batch(self.progress.step, batch.first_sample, rows)
+
+    def _count(self, batches: list[MicroBatch]) -> int:
+        """Targets of all ranks' micro batches that count."""
+        count = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        if self.end_of_document is None:
+            return count * self.mesh.layout.data * self.mesh.layout.context
+        return int(self._sum(torch.tensor(count, device=self.device), everywhere=True))
+
+    def _sum(self, value: Tensor, *, everywhere: bool = False) -> float:
+        """The sum over the ranks that have samples or positions of their own.
+
+        Args:
+            everywhere: every pipeline stage has the value, and not the last one alone.
+        """
+        value = value.double()
+        if self.mesh.place.tensor or (everywhere and self.mesh.place.pipeline):
+            value = torch.zeros_like(value)
+        dist.all_reduce(value)
+        return float(value)
+
+    def _end_telemetry(self) -> dict[str, Statistics] | None:
+        """The sample of this step, of the layers of all stages."""
+        found = self.telemetry.end_step(self.mesh.stage)
+        if found is None or self.mesh.layout.pipeline == 1:
+            return found
+        stages: list[dict[str, Statistics]] = [{}] * self.mesh.layout.pipeline
+        dist.all_gather_object(stages, found, group=self.mesh.pipeline)
+        return {name: value for stage in stages for name, value in stage.items()}
 
     def _update(self, rate: float, skipped: bool) -> None:
         """Step the masters and roll the amax histories, or leave both for a skipped step."""
@@ -133,29 +174,22 @@ class Learner:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        self.parallel.conversion.end_step(self.parallel.mesh.get_group(), skipped=skipped)
-
-    def _losses(self, batch: Tensor) -> Tensor:
-        """Next-token cross entropies in FP32, [B, T], of samples [B, T+1]."""
-        batch = batch.to(self.device)
-        logits = self.parallel.model(batch[:, :-1])
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none"
-        )
-        return losses.view(len(batch), -1)
+        for conversion in self.parallel.conversions():
+            conversion.end_step(self.mesh.stage, skipped=skipped)
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the held-out samples. All ranks do the same number of forwards."""
         self.parallel.model.eval()
-        micro, world_size = self.config.trainer.micro_batch_size, self.ranks.world_size
-        count = len(self.held_out)
-        sums = torch.zeros(2, dtype=torch.float64)
-        for first in range(0, count, micro * world_size):
-            rows = first + self.ranks.rank * micro + torch.arange(micro)
-            losses = self._losses(self.held_out[rows.clamp(max=count - 1)]).cpu()
-            counted = losses[rows < count].double()
-            sums += torch.tensor([counted.sum(), counted.numel()], dtype=torch.float64)
-        dist.all_reduce(sums)
+        micro, count = self.config.trainer.micro_batch_size, len(self.held_out)
+        batches = []
+        for first in range(0, count, micro * self.mesh.layout.data):
+            mine = first + self.mesh.place.data * micro
+            rows = mine + torch.arange(micro)
+            samples = self.held_out[rows.clamp(max=count - 1)]
+            batches.append(self._batch(samples, first, min(max(count - mine, 0), micro)))
+        total = self._sum(self.parallel.execution.evaluate(batches, self._begin))
+        targets = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        counted = self._sum(torch.tensor(targets, device=self.device), everywhere=True)
         self.parallel.release_weights()
-        return float(sums[0] / sums[1])
+        return total / counted

@@ -15,7 +15,8 @@ import torch
 
 from fp8train.config import Config, PrecisionConfig, flattened, written
 from fp8train.parallel.runtime import Ranks
-from fp8train.planning.flops import fp8_fraction, model_flops
+from fp8train.planning.flops import fp8_fraction, model_flops, parameter_count
+from fp8train.precision.convert import Conversion
 from fp8train.rules import gradient_reduction
 from fp8train.training.learner import Learner, StepResult
 from fp8train.training.progress import ProgressLine, print_banner
@@ -34,6 +35,7 @@ class Reporter:
         ranks: Ranks,
         folder: RunFolder,
         learner: Learner,
+        conversion: Conversion,
         backend: str,
         data_id: str,
     ) -> None:
@@ -41,10 +43,12 @@ class Reporter:
         self.backend, self.data_id = backend, data_id
         length = config.trainer.sequence_length
         self.flops_per_token = model_flops(config.model, length)
-        layers = learner.parallel.conversion.layers
-        share = {name: layer.recipe.formats.quantized_share for name, layer in layers.items()}
+        self.table = conversion.table
+        share = {
+            name: layer.recipe.formats.quantized_share for name, layer in conversion.layers.items()
+        }
         self.fp8_fraction = fp8_fraction(config.model, length, share)
-        self.parameters = sum(p.numel() for p in learner.parallel.model.parameters())
+        self.parameters = parameter_count(config.model)
         self.wandb: WandbLog | None = None
         self.line = ProgressLine(config.trainer.steps, learner.progress.step, ranks.is_first)
         self.began = time.monotonic()
@@ -65,7 +69,7 @@ class Reporter:
                     self.config, self.folder.path, self.ranks.world_size, progress.wandb_id
                 )
                 progress.wandb_id = self.wandb.id
-        print_banner(self.line.console, self._facts(), self.learner.parallel.conversion.table)
+        print_banner(self.line.console, self._facts(), self.table)
         with self.line:
             yield
 
@@ -166,7 +170,7 @@ class Reporter:
         facts = {
             "run": f"{config.run.name} in {self.folder.path}",
             "model": f"{config.model.name}, {self.parameters:,} parameters",
-            "layout": f"shard {world_size}, on {self.learner.device.type}",
+            "layout": f"{self.learner.mesh.layout}, on {self.learner.device.type}",
             "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
             "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
             "eight bits or fewer",

@@ -43,7 +43,7 @@ def train(config: Config) -> int:
     backend = choose_backend(config.precision, device)
     folder = RunFolder(config)
     folder.check()
-    model, conversion = precise_model(config, device, backend)
+    _, conversion = precise_model(config, device, backend)
     data = prepare(config.data, config.trainer.sequence_length)
     check_vocabulary(config, data)
     data_id = fingerprint(data, config.trainer)
@@ -60,11 +60,11 @@ def train(config: Config) -> int:
     runtime.start(ranks, device)
     try:
         check_agreement(progress, folder)
-        parallel = parallelize(model, conversion, config, device)
-        learner = Learner(config, ranks, device, data, progress, parallel)
-        reporter = Reporter(config, ranks, folder, learner, backend, data_id)
+        parallel = parallelize(config, device, backend)
+        learner = Learner(config, device, data, progress, parallel)
+        reporter = Reporter(config, ranks, folder, learner, conversion, backend, data_id)
         run(config, learner, reporter, resume_from)
-        del learner, reporter, parallel, model  # before the groups that their meshes hold
+        del learner, reporter, parallel  # before the groups that their meshes hold
         dist.barrier()
     finally:
         runtime.stop()

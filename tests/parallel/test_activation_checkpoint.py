@@ -16,6 +16,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,18 +62,21 @@ def compose(*overrides: str) -> Config:
 
 def train(config: Config, steps: int = 2, micro_batches: int = 2) -> dict[str, Any]:
     """Some optimizer steps on random tokens with random upstream gradients, and all they leave."""
-    model, conversion = precise_model(config, CPU)
-    parallel = parallelize(model, conversion, config, CPU)
+    parallel = parallelize(config, CPU)
+    (part,) = parallel.parts
+    model, conversion = part.model, part.conversion
+    assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
     seen: dict[str, Any] = {"grads": [], "scales": [], "histories": [], "outputs": []}
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    rows = torch.arange(SMALL_BATCH * SMALL_LENGTH).view(SMALL_BATCH, -1)
     for step in range(steps):
         optimizer.zero_grad()
         for index in range(micro_batches):
             first = (step * micro_batches + index) * ranks * SMALL_BATCH
-            conversion.begin_micro_batch(step, first, rank * SMALL_BATCH * SMALL_LENGTH)
-            parallel.synchronize_gradients(index == micro_batches - 1)
+            conversion.begin_micro_batch(step, first, rows + rank * rows.numel())
+            model.set_requires_gradient_sync(index == micro_batches - 1)
             with CommDebugMode() as traffic:
                 seen["outputs"].append(forward_backward(parallel, generator))
         seen["grads"] += [local(p.grad) for p in model.parameters()]
@@ -80,7 +84,7 @@ def train(config: Config, steps: int = 2, micro_batches: int = 2) -> dict[str, A
         if conversion.delayed:
             state = conversion.delayed.state_dict()
             seen["histories"] += [value.clone() for value in state.values()]  # staged, not rolled
-        conversion.end_step(parallel.mesh.get_group())
+        conversion.end_step(parallel.mesh.stage)
         if conversion.delayed:
             seen["scales"] += [value.clone() for value in conversion.delayed.state_dict().values()]
     seen["bytes"] = parallel.reduction.take_bytes()
@@ -114,12 +118,10 @@ def train_all(configs: dict[str, Config]) -> dict[tuple[str, str], dict[str, Any
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[Any, dict[str, Any]]]:
+def trained(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
     """By rank, what each variant and mode left."""
     configs = {name: compose(*overrides, *SMALL) for name, overrides in VARIANTS.items()}
-    return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), train_all, configs)
+    return on_ranks(request.param, train_all, configs)
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_recomputation_under_other_scales_is_seen(mode: str) -> None:
     grads = {}
     for use in ("none", mode):
         model, conversion = model_of("fp8_delayed", *SMALL)
-        checkpoint_blocks(model.layers, use)
+        checkpoint_blocks(model.layers.values(), use, conversion.position)
         torch.manual_seed(0)
         logits = model(torch.randint(64, (SMALL_BATCH, SMALL_LENGTH)))
         assert conversion.delayed is not None
@@ -198,9 +200,9 @@ def test_plain_linears_beside_quantised_ones(mode: str, monkeypatch: pytest.Monk
     mixed = ("precision.exclude=[*.k_proj,*.gate_proj]", "precision.power_of_two_scales=false")
     grads = {}
     for use in ("none", mode):
-        model, _ = model_of("fp8_block", *mixed, *SMALL)
+        model, conversion = model_of("fp8_block", *mixed, *SMALL)
         assert {type(m).__name__ for m in model.modules()} >= {"Linear", "QuantizedLinear"}
-        checkpoint_blocks(model.layers, use)
+        checkpoint_blocks(model.layers.values(), use, conversion.position)
         torch.manual_seed(0)
         logits = model(torch.randint(64, (SMALL_BATCH, SMALL_LENGTH)))
         logits.backward(torch.randn_like(logits))
@@ -237,8 +239,8 @@ class LiveBytes(TorchDispatchMode):
 
 def kept_bytes(recipe: str, mode: str) -> int:
     """What a forward of llama_tiny's first block and its head keeps for the backward."""
-    model, _ = model_of(recipe, "model.num_layers=1")
-    checkpoint_blocks(model.layers, mode)
+    model, conversion = model_of(recipe, "model.num_layers=1")
+    checkpoint_blocks(model.layers.values(), mode, conversion.position)
     with LiveBytes(model.parameters()) as live:
         logits = model(torch.randint(320, (1, 128)))
     return live.total() - logits.untyped_storage().nbytes()

@@ -365,7 +365,7 @@ def train(config: PrecisionConfig, backend: str) -> tuple[list[Tensor], list[Ten
     layer.numerics.observer = observe
     seen: list[Tensor] = []
     for step in range(3):
-        conversion.begin_micro_batch(step, step, 0)
+        conversion.begin_micro_batch(step, step)
         x = (torch.randn(33, 56) * 10.0**step).bfloat16().requires_grad_()
         y = layer(x)
         y.backward((torch.randn(33, 40) / 100).bfloat16())

@@ -483,7 +483,7 @@ def train(config: PrecisionConfig) -> tuple[list[Tensor], int, Conversion]:
     seen = []
     for step in range(4):
         for micro in range(2):
-            conversion.begin_micro_batch(step, 2 * step + micro, 0)
+            conversion.begin_micro_batch(step, 2 * step + micro)
             x = torch.randn(16, 64, requires_grad=True)
             y = layer(x)
             y.backward(torch.randn(16, 32))
@@ -623,7 +623,7 @@ def test_stochastic_rounding_is_a_function_of_its_place() -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"linear": nn.Linear(32, 16, bias=False)})
         conversion = convert(model, config, CPU, seed=seed)
-        conversion.begin_micro_batch(0, micro_batch, rows.start or 0)
+        conversion.begin_micro_batch(0, micro_batch, torch.arange(64)[rows].view(1, -1))
         part = x[rows].clone().requires_grad_()
         model["linear"](part).backward(g[rows])
         return part.grad
@@ -651,7 +651,7 @@ def test_stochastic_gradients_are_unbiased() -> None:
         total = torch.zeros(8, 32, dtype=torch.float64)
         exact = torch.zeros(8, 32, dtype=torch.float64)
         for draw in range(100):
-            conversion.begin_micro_batch(0, draw, 0)
+            conversion.begin_micro_batch(0, draw)
             part = x.clone().requires_grad_()
             spy = layer.numerics.gemms = SpyGemms(Emulated(torch.float32))
             layer(part).backward(g)

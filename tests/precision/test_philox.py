@@ -54,6 +54,14 @@ def test_a_shard_draws_what_the_whole_tensor_draws_there(
     assert torch.equal(shard, whole[row : row + rows, column : column + columns])
 
 
+@given(st.lists(st.integers(0, 49), max_size=20), st.integers(0, 10), st.integers(0, 40))
+def test_rows_draw_by_their_numbers(numbers: list[int], row: int, column: int) -> None:
+    whole = draws(7, 3, 60, 60)
+    rows = torch.tensor(numbers, dtype=torch.int64)
+    shard = draws(7, 3, rows, 20, row_offset=row, column_offset=column)
+    assert torch.equal(shard, whole[rows + row, column : column + 20])
+
+
 def test_rows_beyond_one_chunk() -> None:
     whole = draws(7, 3, 100, 4096)
     rows = [draws(7, 3, 1, 4096, row_offset=row) for row in range(100)]

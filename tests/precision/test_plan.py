@@ -38,7 +38,7 @@ def test_the_blocks_linears_are_chosen() -> None:
     assert row("lm_head", 1, "bf16", "BF16") in conversion.table
     expected = row("layers.*.mlp.up_proj", 2, "fp8_current", "E4M3/E4M3/E5M2")
     assert expected in conversion.table
-    assert isinstance(model.layers[0].mlp.up_proj, QuantizedLinear)
+    assert isinstance(model.layers["0"].mlp.up_proj, QuantizedLinear)
 
 
 def test_exclude() -> None:
@@ -73,7 +73,7 @@ def test_a_recipe_for_a_pattern() -> None:
     assert expected in conversion.table
     x = torch.randint(0, 64, (2, 16))
     model(x).sum().backward()
-    assert model.layers[0].mlp.down_proj.weight.grad.abs().sum() > 0
+    assert model.layers["0"].mlp.down_proj.weight.grad.abs().sum() > 0
 
 
 def test_some_layers_in_fp8_under_bf16() -> None:

@@ -184,10 +184,11 @@ def test_nvfp4(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_matrices(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [None, torch.randint(2**33, (75,))], ids=["in order", "numbered"])
+def test_large_matrices(dtype: torch.dtype, rows: Tensor | None) -> None:
     """Wide enough for several spans of a row and for threads."""
     x, payload = mixed(75, 2500).to(dtype), Payload(dtype, "always")
-    draw = Draw(2**63 + 5, 2**40 + 1, 7, 9)
+    draw = Draw(2**63 + 5, 2**40 + 1, 7, 9, rows)
     for granularity in GRANULARITIES:
         args = (x, E5M2, granularity, ScaleRule("power_of_two"), payload)
         same(quantize(*args, draw=draw), plain(quantize, *args, draw=draw))
@@ -292,6 +293,28 @@ def test_stochastic_operands_draw_apart() -> None:
         x, rowwise=True, columnwise=True, training=True, position=Position()
     )
     assert not torch.equal(rowwise.payload, columnwise.payload)
+
+
+def test_row_numbers_are_of_these_rows() -> None:
+    x, one = torch.ones(4, 4), torch.ones(1, 1)
+    args = (x, Scales(one, one), E4M3, TENSOR, Payload(torch.float32))
+    for function in (apply_scales, lambda *args, **options: plain(apply_scales, *args, **options)):
+        with pytest.raises(ValueError, match="the numbers of 3 rows and is given 4"):
+            function(*args, draw=Draw(1, 1, rows=torch.arange(3)))
+
+
+def test_rows_behind_the_last_are_numbered_on() -> None:
+    """The Hadamard transform makes up 37 rows to 48, and those draw too."""
+    recipe, rounding = recipe_of(PrecisionConfig("nvfp4")), Rounding(True, "layer", "grad_output")
+    quantizer = Scaled(recipe, "grad_output", Payload(torch.float32), rounding)
+    x, asked = torch.randn(37, 16), {"rowwise": True, "columnwise": True, "training": True}
+    numbered = Position(rows=torch.arange(37).view(1, 37))
+    for ours, expected in zip(
+        quantizer(x, **asked, position=numbered),
+        quantizer(x, **asked, position=Position()),
+        strict=True,
+    ):
+        same(ours, expected)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

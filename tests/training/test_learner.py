@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8train.config import Config, ConfigError, ModelConfig, PrecisionConfig
 from fp8train.data.dataset import PreparedData
-from fp8train.parallel.parallelize import parallelize, precise_model
-from fp8train.parallel.runtime import Ranks
+from fp8train.parallel.parallelize import parallelize
 from fp8train.precision.delayed import DelayedState
 from fp8train.precision.recipes import NAMED, DelayedScaling
 from fp8train.training.checkpoint import Progress, load, save
@@ -52,9 +52,7 @@ def learner_of(config: Config, progress: Progress) -> Learner:
     data = PreparedData.__new__(PreparedData)  # the two arrays are all that a learner reads
     object.__setattr__(data, "train", tokens)
     object.__setattr__(data, "validation", tokens[:200])
-    model, conversion = precise_model(config, CPU)
-    parallel = parallelize(model, conversion, config, CPU)
-    return Learner(config, Ranks.from_environment(), CPU, data, progress, parallel)
+    return Learner(config, CPU, data, progress, parallelize(config, CPU))
 
 
 def tensors(of: Learner) -> list[torch.Tensor]:
@@ -63,7 +61,7 @@ def tensors(of: Learner) -> list[torch.Tensor]:
     for state in of.optimizer.state.values():
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]
     local = [p.to_local() if isinstance(p, DTensor) else p for p in found]
-    delayed = of.parallel.conversion.delayed
+    delayed = of.parallel.conversions()[0].delayed
     state = [delayed.scale, delayed.history] if isinstance(delayed, DelayedState) else []
     return [t.detach().clone() for t in (*local, *state)]
 
@@ -71,7 +69,7 @@ def tensors(of: Learner) -> list[torch.Tensor]:
 def steps(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     one = learner()
-    delayed = one.parallel.conversion.delayed
+    delayed = one.parallel.conversions()[0].delayed
     assert isinstance(delayed, DelayedState)
     one.step()
     seen["grad dtypes"] = {p.grad.dtype for p in one.parallel.model.parameters()}
@@ -89,13 +87,15 @@ def steps(folder: Path) -> dict[str, Any]:
 
     # Two micro batches add up unsharded, in FP32, before the one reduction.
     one.optimizer.zero_grad()
-    one.parallel.synchronize_gradients(False)
-    one._losses(one.samples.batch(0, 2)).mean().backward()
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in one.parallel.model.layers]
+    model = one.parallel.parts[0].model
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    model(one.samples.batch(0, 2)[:, :-1]).float().mean().backward()
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in model.layers.values()]
     accumulated = [p.unsharded_accumulated_grad for group in groups for p in group.fsdp_params]
     seen["accumulated"] = {grad.dtype for grad in accumulated}
-    one.parallel.synchronize_gradients(True)
-    one._losses(one.samples.batch(0, 2)).mean().backward()
+    model.set_requires_gradient_sync(True)
+    model(one.samples.batch(0, 2)[:, :-1]).float().mean().backward()
 
     # A checkpoint, loaded into a learner of other settings.
     save(folder, one.parallel, one.optimizer, one.progress, one.config, "data")
@@ -116,7 +116,7 @@ def steps(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), steps, tmp_path_factory.mktemp("saved"))
+    return on_ranks(2, steps, tmp_path_factory.mktemp("saved"))
 
 
 def test_gradients_are_fp32_all_the_way(by_rank: list[dict[str, Any]]) -> None:
@@ -147,8 +147,8 @@ def test_a_checkpoint_holds_everything_but_the_settings(by_rank: list[dict[str, 
         assert seen["settings"] == (0.0, (0.8, 0.9), 1e-4)
 
 
-def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
-    for message in on_ranks(2, tmp_path, disagree):
+def test_ranks_that_find_different_checkpoints_are_told() -> None:
+    for message in on_ranks(2, disagree):
         assert "steps 0 to 1" in message
 
 
@@ -163,17 +163,19 @@ def disagree() -> str:
     return "nothing"
 
 
-def positions() -> tuple[int, int, int]:
+def positions() -> tuple[int, int, list[int]]:
     """Where stochastic rounding stands in the second micro batch of the second step."""
     config = small_config()
     config.trainer.global_batch_size, config.trainer.micro_batch_size = 8, 2
     one = learner_of(config, Progress())
     one.step()
     one.step()
-    position = one.parallel.conversion.position
-    return position.step, position.micro_batch, position.row_offset
+    position = one.parallel.conversions()[0].position
+    assert position.rows is not None
+    return position.step, position.micro_batch, position.rows.flatten().tolist()
 
 
-def test_every_rank_and_micro_batch_draws_bits_of_its_own(tmp_path: Path) -> None:
+def test_every_rank_and_micro_batch_draws_bits_of_its_own() -> None:
     """Step 1 begins at sample 8; its second round at 12; rank 1's rows follow rank 0's 2·16."""
-    assert on_ranks(2, tmp_path, positions) == [(1, 12, 0), (1, 12, 32)]
+    rows = [list(range(32)), list(range(32, 64))]
+    assert on_ranks(2, positions) == [(1, 12, own) for own in rows]

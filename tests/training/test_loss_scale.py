@@ -168,7 +168,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), runs, tmp_path_factory.mktemp("saved"))
+    return on_ranks(2, runs, tmp_path_factory.mktemp("saved"))
 
 
 def test_a_power_of_two_changes_no_bit(by_rank: list[dict[str, Any]]) -> None:

@@ -212,8 +212,21 @@ class WideAttentionCore(nn.Module):
     """Causal attention computed in FP32 and rounded once, for CPUs without fast BF16."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H, T, K], k and v [B, G, T, K] → [B, H, T, K]."""
+        """q [B, H, Tq, K], k and v [B, G, Tk, K] → [B, H, Tq, K].
+
+        The queries are the last Tq of the Tk positions. Where they are fewer, the mask is a tensor
+        [Tq, Tk]: a CPU's kernels know no other that ends at the bottom right.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        mask = None
+        if queries != keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         out = F.scaled_dot_product_attention(
-            q.float(), k.float(), v.float(), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q.float(),
+            k.float(),
+            v.float(),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.to(q.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8train.precision.linear import Numerics, WeightCache
 from fp8train.precision.plan import LayerPlan
 from fp8train.precision.quantizers import Position
+from fp8train.precision.split import WHOLE, Split, Splits
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Job:
         device: where the model will run.
         seed: of stochastic rounding.
         position, cache: shared by the model's layers.
+        splits: how ranks share the linears' matrices.
     """
 
     model: nn.Module
@@ -32,11 +34,15 @@ class Job:
     seed: int = 0
     position: Position = field(default_factory=Position)
     cache: WeightCache = field(default_factory=WeightCache)
+    splits: Splits = field(default_factory=dict)
 
     def linear(self, name: str) -> nn.Linear:
         found = self.model.get_submodule(name)
         assert isinstance(found, nn.Linear)
         return found
+
+    def split(self, name: str, role: str) -> Split:
+        return self.splits.get(name, {}).get(role, WHOLE)
 
 
 class History(Protocol):

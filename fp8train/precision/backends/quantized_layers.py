@@ -39,16 +39,17 @@ class QuantizedLayers:
             quantizers: dict[str, Quantizer] = {}
             for role in ROLES:
                 recipe, payload = layer.recipe, self.gemms.payload
-                rounding = Rounding(role in recipe.stochastic, name, role, job.seed)
+                split = job.split(name, role)
+                rounding = Rounding(role in recipe.stochastic, name, role, job.seed, split)
                 if isinstance(recipe, DelayedScaling):
                     assert state is not None
                     rows = state.rows(name, role)
                     quantizers[role] = Delayed(recipe, role, payload, state, rows, rounding)
                 else:
-                    quantizers[role] = Scaled(recipe, role, payload, rounding)
+                    quantizers[role] = Scaled(recipe, role, payload, rounding, split)
             numerics = Numerics(quantizers, self.gemms, job.position)
             installed.numerics[name] = numerics
-            smooth = Smoothing() if layer.recipe.smooth else None
+            smooth = Smoothing(job.split(name, "input").rows) if layer.recipe.smooth else None
             replacement = QuantizedLinear.take_over(
                 job.linear(name), numerics, cache=job.cache, smooth=smooth
             )

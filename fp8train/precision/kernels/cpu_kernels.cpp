@@ -47,6 +47,9 @@ struct Copy {
 struct Draw {
   uint64_t key, tick;
   int64_t row_offset, column_offset;
+  const int64_t* rows;  // the number of each row; null for 0, 1, …
+
+  int64_t number(int64_t row) const { return row_offset + (rows ? rows[row] : row); }
 };
 
 // ---- Elements
@@ -236,10 +239,11 @@ constexpr int LANES = 16;
 // The noise of n elements of a row from `column` on; `buffer` has room for n + 4 · (LANES + 1).
 const int32_t* draw_row(const Draw& draw, int64_t row, int64_t column, int64_t n, int32_t* buffer) {
   const int64_t start = draw.column_offset + column, first = start / 4;
+  const uint32_t number = uint32_t(draw.number(row));
   for (int64_t block = first; 4 * block < start + n; block += LANES) {
     uint32_t x0[LANES], x1[LANES], x2[LANES], x3[LANES];
     for (int l = 0; l < LANES; ++l) {
-      x0[l] = uint32_t(block + l), x1[l] = uint32_t(draw.row_offset + row);
+      x0[l] = uint32_t(block + l), x1[l] = number;
       x2[l] = uint32_t(draw.tick), x3[l] = uint32_t(draw.tick >> 32);
     }
     for (uint32_t i = 0; i < 10; ++i) {

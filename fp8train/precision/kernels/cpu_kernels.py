@@ -42,8 +42,18 @@ class Draw(Structure):
 
     _fields_ = (
         *(("key", c_uint64), ("tick", c_uint64)),
-        *(("row_offset", c_int64), ("column_offset", c_int64)),
+        *(("row_offset", c_int64), ("column_offset", c_int64), ("rows", c_void_p)),
     )
+
+    @classmethod
+    def of(
+        cls, key: int, tick: int, row_offset: int, column_offset: int, rows: Tensor | None
+    ) -> Draw:
+        """rows: addressable int64, alive as long as this is used; None numbers them 0, 1, …."""
+        if rows is None:
+            return cls(key, tick, row_offset, column_offset, None)
+        assert rows.dtype == torch.int64 and addressable(rows)
+        return cls(key, tick, row_offset, column_offset, pointer(rows))
 
 
 class Quantized(NamedTuple):

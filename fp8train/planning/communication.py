@@ -1,0 +1,345 @@
+"""What one rank sends in an optimizer step, collective by collective.
+
+Bytes are those that leave a rank in a ring, which no algorithm on N ranks beats: (N − 1)/N of the
+whole tensor for an all-gather, a reduce-scatter or an all-to-all, twice that for an all-reduce.
+Scalars of the step itself, such as loss and gradient norm, are left out, and so is validation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from fp8train.config import Config
+from fp8train.layout import Layout, micro_batches
+from fp8train.planning import activations
+from fp8train.planning.activations import GATE_UP, QKV, Activations
+from fp8train.planning.parameters import (
+    ROOT,
+    ROW_PARALLEL,
+    Weight,
+    compute_bytes,
+    fsdp_ranks,
+    linear_shapes,
+    plans,
+    rank_weights,
+    units,
+)
+from fp8train.precision.plan import LayerPlan
+from fp8train.precision.recipes import ROLES, DelayedScaling, NVFP4Scaling
+from fp8train.precision.tensor import TENSOR, Granularity
+from fp8train.precision.wire import CODECS
+from fp8train.rules import gradient_reduction
+
+RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}  # · (N − 1)/N
+INPUTS = {"attention": QKV, "MLP": GATE_UP}  # column-parallel linears by what they begin
+OUTPUTS = {"attention": "self_attn.o_proj", "MLP": "mlp.down_proj"}  # row-parallel ones, its end
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind.
+
+    Attributes:
+        group: the dimension of the layout whose ranks take part.
+        what: is sent.
+        collective: all-gather, reduce-scatter, all-reduce, all-to-all or send.
+        dtype: of the elements on the wire.
+        count: in a step.
+        bytes: that a rank sends in a step, all of them together.
+    """
+
+    group: str
+    what: str
+    collective: str
+    dtype: str
+    count: int
+    bytes: int
+
+
+class Message(NamedTuple):
+    """The whole of what a collective moves: its type, and its bytes."""
+
+    dtype: str
+    size: int
+
+
+class _Step:
+    """Collects the traffic of a step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.sent: Counter[tuple[str, str, str, str]] = Counter()
+        self.count: Counter[tuple[str, str, str, str]] = Counter()
+
+    def add(
+        self, dimensions: tuple[str, ...], what: str, collective: str, message: Message, count: int
+    ) -> None:
+        """So many collectives over the ranks of some dimensions; none where they are one rank."""
+        dimensions = tuple(name for name in dimensions if getattr(self.layout, name) > 1)
+        ranks = 1
+        for name in dimensions:
+            ranks *= getattr(self.layout, name)
+        if ranks == 1 or count == 0:
+            return
+        key = " × ".join(dimensions), what, collective, message.dtype
+        if collective == "send":
+            bytes_sent = message.size
+        else:
+            bytes_sent = RING[collective] * message.size * (ranks - 1) // ranks
+        self.count[key] += count
+        self.sent[key] += count * bytes_sent
+
+    def rows(self) -> list[Traffic]:
+        return [Traffic(*key, count, self.sent[key]) for key, count in self.count.items()]
+
+
+def communication(config: Config, layout: Layout, pipeline_coordinate: int) -> list[Traffic]:
+    """What a rank of a pipeline coordinate sends in a step, by group and kind."""
+    step = _Step(layout)
+    counts = Activations(config, layout, plans(config))
+    rounds = micro_batches(config, layout)
+    stages = layout.stages_of(pipeline_coordinate)
+    for stage in stages:
+        _ends(step, counts, stage, rounds)
+        for number in counts.stage_blocks(stage):
+            _block_tensor(step, counts, number, rounds)
+            _block_context(step, counts, rounds)
+            _block_amax(step, counts, number, rounds)
+    weights = rank_weights(config.model, layout, pipeline_coordinate)
+    if layout.sequence:
+        # A norm sees some of the tokens on each tensor rank; summed once, when FSDP reduces.
+        for weight in weights:
+            if not weight.divided:
+                message = Message("fp32", 4 * weight.size)
+                step.add(("tensor",), "norm gradients", "all-reduce", message, 1)
+    _pipeline(step, counts, stages, rounds)
+    _fsdp(step, config, weights, rounds)
+    _delayed(step, counts, stages)
+    return step.rows()
+
+
+def _hidden(counts: Activations, rows: int) -> Message:
+    """Hidden states of so many tokens, in the type of computation."""
+    name = "fp32" if counts.bits == 32 else "bf16"
+    return Message(name, rows * counts.config.model.hidden_size * counts.bits // 8)
+
+
+def _quantized(
+    counts: Activations, layer: LayerPlan | None, role: str, copy: int, shape: tuple[int, int]
+) -> Message | None:
+    """A copy of a linear's tensor with its scales as it travels; None if it isn't quantised."""
+    fmt = layer.recipe.formats.of(role)[copy] if layer else None
+    if layer is None or fmt is None:
+        return None
+    granularity = layer.recipe.granularity(role)[copy]
+    parts = activations.quantized("", shape, fmt, granularity)
+    return Message(fmt.name.lower(), activations.total(parts))
+
+
+def _input_messages(
+    counts: Activations, layers: Iterable[LayerPlan | None], copy: int
+) -> set[Message]:
+    """What is gathered for column-parallel linears with an input in common: once for each form."""
+    shape = counts.rows, counts.config.model.hidden_size
+    plain = _hidden(counts, counts.rows)
+    return {_quantized(counts, layer, "input", copy, shape) or plain for layer in layers}
+
+
+def _grad_message(counts: Activations, layer: LayerPlan | None) -> Message:
+    """What is gathered of a row-parallel linear's output gradient: one quantised copy where it
+    serves both GEMMs. Two take as much as BF16, so then it goes in BF16."""
+    shape = counts.rows, counts.config.model.hidden_size
+    plain = _hidden(counts, counts.rows)
+    if layer is None or not layer.recipe.shares_copies("grad_output"):
+        return plain
+    return _quantized(counts, layer, "grad_output", 0, shape) or plain
+
+
+def _block_tensor(step: _Step, counts: Activations, number: int, rounds: int) -> None:
+    """Megatron's collectives around a block's linears (Shoeybi et al. 2019, section 3; Korthikanti
+    et al. 2022, section 4.2).
+
+    Checkpointing runs them again up to the last tensor that backward needs: the input of
+    down_proj, before what it gives is summed.
+    """
+    group, whole = ("tensor",), _hidden(counts, counts.rows)
+    recomputes = counts.config.parallel.activation_checkpoint != "none"
+    for part, names in INPUTS.items():
+        layers = [counts.plans.get(f"layers.{number}.{name}") for name in names]
+        end = counts.plans.get(f"layers.{number}.{OUTPUTS[part]}")
+        again = recomputes and part == "attention"
+        if not counts.layout.sequence:
+            step.add(group, f"{part} output", "all-reduce", whole, rounds)
+            step.add(group, f"{part} output, recomputed", "all-reduce", whole, rounds * again)
+            step.add(group, f"{part} input gradient", "all-reduce", whole, rounds)
+            continue
+        for message in sorted(_input_messages(counts, layers, 0)):
+            step.add(group, f"{part} input", "all-gather", message, rounds)
+            what = f"{part} input, recomputed"
+            step.add(group, what, "all-gather", message, rounds * recomputes)
+        if activations.GATHERS_AGAIN:
+            for message in sorted(_input_messages(counts, layers, 1)):
+                step.add(group, f"{part} input, for wgrad", "all-gather", message, rounds)
+        step.add(group, f"{part} output", "reduce-scatter", whole, rounds)
+        step.add(group, f"{part} output, recomputed", "reduce-scatter", whole, rounds * again)
+        message = _grad_message(counts, end)
+        step.add(group, f"{part} output gradient", "all-gather", message, rounds)
+        step.add(group, f"{part} input gradient", "reduce-scatter", whole, rounds)
+
+
+def _block_context(step: _Step, counts: Activations, rounds: int) -> None:
+    """Keys and values of the whole sequence, and their gradients back to its owners."""
+    layout, group = counts.layout, ("context",)
+    rows, keys = counts.rows * layout.context, linear_shapes(counts.config.model, layout)[QKV[1]][0]
+    message = Message(_hidden(counts, 1).dtype, rows * keys * counts.bits // 8)
+    again = counts.config.parallel.activation_checkpoint != "none"
+    step.add(group, "keys and values", "all-gather", message, 2 * rounds)
+    step.add(group, "keys and values, recomputed", "all-gather", message, 2 * rounds * again)
+    step.add(group, "their gradients", "reduce-scatter", message, 2 * rounds)
+
+
+def _ends(step: _Step, counts: Activations, stage: int, rounds: int) -> None:
+    """Vocabulary-parallel embedding, head and cross entropy: of that, each token's maximum, sum of
+    exponentials and target logit."""
+    layout, group = counts.layout, ("tensor",)
+    whole = _hidden(counts, counts.rows)
+    collective = "reduce-scatter" if layout.sequence else "all-reduce"
+    if stage == 0:
+        step.add(group, "embedding", collective, whole, rounds)
+        if layout.sequence:
+            step.add(group, "embedding gradient", "all-gather", whole, rounds)
+    if stage == layout.stages - 1:
+        if layout.sequence:
+            head = [counts.plans.get("lm_head")]
+            for copy, what in enumerate(("head input", "head input, for wgrad")):
+                if copy == 0 or activations.GATHERS_AGAIN:
+                    (message,) = _input_messages(counts, head, copy)
+                    step.add(group, what, "all-gather", message, rounds)
+        step.add(group, "head input gradient", collective, whole, rounds)
+        step.add(group, "cross entropy", "all-reduce", Message("fp32", 4 * counts.rows), 3 * rounds)
+
+
+def _pipeline(step: _Step, counts: Activations, stages: list[int], rounds: int) -> None:
+    """Hidden states to the next stage, their gradients to the one before."""
+    last = counts.layout.stages - 1
+    message = _hidden(counts, counts.residual_rows)
+    forward = rounds * sum(stage != last for stage in stages)
+    backward = rounds * sum(stage != 0 for stage in stages)
+    step.add(("pipeline",), "hidden states", "send", message, forward)
+    step.add(("pipeline",), "their gradients", "send", message, backward)
+
+
+def _fsdp(step: _Step, config: Config, weights: list[Weight], rounds: int) -> None:
+    """Weights gathered in the type of computation, gradients reduced in their wire format and over
+    replicas in FP32.
+
+    Without a pipeline a block is gathered for each forward and again for its backward, the root
+    once for both; a pipeline's stages once a step. Gradients are reduced once a step.
+    """
+    layout, width = step.layout, compute_bytes(config)
+    ranks, group = fsdp_ranks(layout), ("shard", "context")
+    dtype = "fp32" if width == 4 else "bf16"
+    codec = gradient_reduction(config)
+    for unit, parts in units(weights).items():
+        shard = sum(weight.shard(ranks) for weight in parts)
+        times = 1 if layout.pipeline > 1 else rounds * (1 if unit == ROOT else 2)
+        step.add(group, "weights", "all-gather", Message(dtype, width * shard * ranks), times)
+        wire = Message(codec, wire_bytes(codec, shard) * ranks)
+        step.add(group, "gradients", "all-to-all", wire, 1)
+        step.add(("replicate",), "gradients", "all-reduce", Message("fp32", 4 * shard), 1)
+
+
+@cache
+def wire_bytes(codec: str, size: int) -> int:
+    """Bytes of a message of so many gradients: what the codec makes of them on the meta device."""
+    return CODECS[codec].encode(torch.empty(1, size, device="meta")).numel()
+
+
+def _block_amax(step: _Step, counts: Activations, number: int, rounds: int) -> None:
+    """Amaxes of blocks that lie on several ranks: of a whole tensor, a row or a column of it."""
+    config = counts.config
+    forward = rounds * (2 if config.parallel.activation_checkpoint != "none" else 1)
+    weight_rounds = 1 if config.precision.cache_weights else forward
+    times = {"input": forward, "weight": weight_rounds, "grad_output": rounds}
+    parts = {name: part for part, names in INPUTS.items() for name in names}
+    seen = set()
+    for name in linear_shapes(config.model, counts.layout):
+        layer = counts.plans.get(f"layers.{number}.{name}")
+        if layer is None or isinstance(layer.recipe, DelayedScaling):
+            continue
+        for role in ROLES:
+            # An input that linears have in common is quantised for them together.
+            owner = parts.get(name, name) if role == "input" else name
+            for copy in (0,) if layer.recipe.shares_copies(role) else (0, 1):
+                key = owner, role, copy, layer.recipe
+                if key in seen or layer.recipe.formats.of(role)[copy] is None:
+                    continue
+                seen.add(key)
+                dimensions, blocks = _amax(counts, layer, name, role, copy)
+                what = f"amax of {role}s".replace("_", " ")
+                step.add(dimensions, what, "all-reduce", Message("fp32", 4 * blocks), times[role])
+
+
+def _amax(
+    counts: Activations, layer: LayerPlan, name: str, role: str, copy: int
+) -> tuple[tuple[str, ...], int]:
+    """The dimensions over whose ranks the blocks of a copy lie, and how many blocks."""
+    layout, recipe = counts.layout, layer.recipe
+    granularity = recipe.granularity(role)[copy]
+    if isinstance(recipe, NVFP4Scaling):
+        granularity = TENSOR  # of its second level of scales
+    outputs, columns = linear_shapes(counts.config.model, layout)[name]
+    row_parallel = name in ROW_PARALLEL
+    by_columns: tuple[str, ...] = ()
+    if role == "weight":
+        shape = outputs, columns
+        by_rows: tuple[str, ...] = () if row_parallel else ("tensor",)
+        by_columns = ("tensor",) if row_parallel else ()
+    else:
+        # What comes from or goes to the residual stream is divided over tokens.
+        residual = row_parallel == (role == "grad_output")
+        shape = (
+            counts.residual_rows if residual else counts.rows,
+            columns if role == "input" else outputs,
+        )
+        by_rows = ("context", "tensor") if residual and layout.sequence else ("context",)
+        by_columns = () if residual else ("tensor",)
+    if counts.config.precision.amax_groups == "te":
+        # Transformer Engine: over tensor ranks, and only where sequence parallelism divides tokens.
+        by_rows = ("tensor",) if role != "weight" and "tensor" in by_rows else ()
+        by_columns = ()
+    dimensions = _spread(granularity, by_rows, by_columns)
+    blocks = granularity.grid(*shape)
+    return dimensions, blocks[0] * blocks[1]
+
+
+def _spread(
+    granularity: Granularity, by_rows: tuple[str, ...], by_columns: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The dimensions that blocks without a bound in rows or columns lie over."""
+    found = set(by_rows if granularity.rows is None else ())
+    found |= set(by_columns if granularity.columns is None else ())
+    return tuple(name for name in ("context", "tensor") if name in found)
+
+
+def _delayed(step: _Step, counts: Activations, stages: list[int]) -> None:
+    """Delayed scaling's one maximum a step, over all ranks with pieces of the same blocks."""
+    names = {f"layers.{n}." for stage in stages for n in counts.stage_blocks(stage)}
+    if counts.layout.stages - 1 in stages:
+        names.add("lm_head")
+    histories = 0
+    for name, layer in counts.plans.items():
+        if isinstance(layer.recipe, DelayedScaling) and name.startswith(tuple(names)):
+            for role in ROLES:
+                formats = layer.recipe.formats.of(role)
+                kept = formats[:1] if layer.recipe.shares_copies(role) else formats
+                histories += sum(fmt is not None for fmt in kept)
+    group = ("replicate", "shard", "context", "tensor")
+    message = Message("fp32", 4 * histories)
+    step.add(group, "amax histories", "all-reduce", message, int(histories > 0))

@@ -1,0 +1,135 @@
+"""Bytes that one rank holds, by what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from fp8train.config import Config
+from fp8train.layout import Layout, micro_batches
+from fp8train.planning.activations import Activations, total
+from fp8train.planning.parameters import compute_bytes, fsdp_ranks, plans, rank_weights, units
+from fp8train.planning.pipeline import InFlight, actions, most_in_flight
+
+FP32 = 4  # bytes
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank holds, in bytes but for the counts of parameters.
+
+    Every part is at its largest, though they aren't at the same time: the sum is an upper bound of
+    what these parts take. It leaves out operands and results of the operator that runs, buffers of
+    collectives, and what the allocator and the GPU's libraries hold.
+
+    Attributes:
+        parameters: elements on this rank, divided over pipeline and tensor ranks.
+        sharded_parameters: elements after FSDP divided them too.
+        masters: FP32 shards.
+        optimizer: AdamW's two moments, FP32 shards.
+        gradients: FP32 shards.
+        unsharded_gradients: before they are reduced.
+        weights: gathered, in the type of computation.
+        quantized_weights: copies that are held from forward to backward.
+        activations: what backward needs, of all micro batches in flight.
+        in_flight: most micro batches that the rank has activations of, over its stages.
+    """
+
+    parameters: int
+    sharded_parameters: int
+    masters: int
+    optimizer: int
+    gradients: int
+    unsharded_gradients: int
+    weights: int
+    quantized_weights: int
+    activations: int
+    in_flight: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        counts = ("parameters", "sharded_parameters", "in_flight")
+        return sum(size for name, size in asdict(self).items() if name not in counts)
+
+
+def memory(config: Config, layout: Layout, pipeline_coordinate: int) -> Memory:
+    """What a rank of a pipeline coordinate holds; the first of its FSDP group, if they differ."""
+    weights = rank_weights(config.model, layout, pipeline_coordinate)
+    count = sum(weight.size for weight in weights)
+    shard = sum(weight.shard(fsdp_ranks(layout)) for weight in weights)
+    activations, quantized, in_flight = _in_flight(config, layout, pipeline_coordinate)
+    sizes = {unit: sum(part.size for part in parts) for unit, parts in units(weights).items()}
+    return Memory(
+        parameters=count,
+        sharded_parameters=shard,
+        masters=FP32 * shard,
+        optimizer=2 * FP32 * shard,
+        gradients=FP32 * shard,
+        unsharded_gradients=_unsharded_gradients(config, layout, sizes),
+        weights=compute_bytes(config) * _gathered(layout, sizes),
+        quantized_weights=quantized,
+        activations=activations,
+        in_flight=in_flight,
+    )
+
+
+def _gathered(layout: Layout, sizes: dict[str, int]) -> int:
+    """Elements that are gathered at a time.
+
+    Without a pipeline FSDP2 frees a block after its forward and keeps the root's until backward;
+    while a block runs, the next one is gathered. A pipeline's stages stay gathered for the step.
+    """
+    if layout.pipeline > 1:
+        return sum(sizes.values())
+    blocks = sorted(size for unit, size in sizes.items() if unit != "root")
+    return sizes.get("root", 0) + sum(blocks[-2:])
+
+
+def _unsharded_gradients(config: Config, layout: Layout, sizes: dict[str, int]) -> int:
+    """Bytes of gradients before they are reduced.
+
+    One unit's at a time, as backward makes them and in FP32 for the reduction; and with more than
+    one micro batch the sum of all units over the micro batches, unsharded in FP32.
+    """
+    at_work = (compute_bytes(config) + FP32) * max(sizes.values())
+    if micro_batches(config, layout) == 1 and layout.pipeline == 1:
+        return at_work
+    return FP32 * sum(sizes.values()) + at_work
+
+
+def _in_flight(config: Config, layout: Layout, pipeline: int) -> tuple[int, int, int]:
+    """Bytes of activations and of quantised weights, and micro batches, at most at a time."""
+    counts = Activations(config, layout, plans(config))
+    recomputes = config.parallel.activation_checkpoint != "none"
+    cached = config.precision.cache_weights
+    stages = layout.stages_of(pipeline)
+    blocks = [number for stage in stages for number in counts.stage_blocks(stage)]
+    copies = {number: total(counts.weight_copies(number)) for number in blocks}
+    activations, weights, wgrads = {}, {}, {}
+    for stage in stages:
+        numbers = counts.stage_blocks(stage)
+        activations[stage] = total(counts.ends(stage)) + sum(
+            total(counts.kept_of_block(number)) for number in numbers
+        )
+        held = not (cached or recomputes)
+        weights[stage] = sum(copies[number] for number in numbers) if held else 0
+        wgrads[stage] = sum(total(counts.wgrad_operands(number)) for number in numbers)
+
+    def kept(flight: InFlight) -> int:
+        return sum(n * activations[stage] for stage, n in flight.activations.items()) + sum(
+            n * wgrads[stage] for stage, n in flight.wgrads.items()
+        )
+
+    def copied(flight: InFlight) -> int:
+        return sum(n * weights[stage] for stage, n in flight.activations.items())
+
+    order = actions(layout, config.parallel.pipeline_schedule, micro_batches(config, layout))
+    most = most_in_flight(order[pipeline], lambda flight: kept(flight) + copied(flight))
+    activation_bytes, weight_bytes = kept(most), copied(most)
+    if recomputes:  # the block whose backward runs has everything again
+        activation_bytes += max(total(counts.block(number)) for number in blocks)
+        weight_bytes += 0 if cached else max(copies.values())
+    if cached:
+        weight_bytes += sum(total(counts.cached_weights(number)) for number in blocks)
+    return activation_bytes, weight_bytes, sum(most.activations.values())

@@ -1,0 +1,236 @@
+"""Traffic by hand for a small model, and the wire's bytes against the codecs' own."""
+
+import pytest
+import torch
+
+from fp8train.layout import Layout
+from fp8train.planning import activations
+from fp8train.planning.communication import Traffic, communication, wire_bytes
+from fp8train.precision.wire import CODECS
+from tests.planning.conftest import MODELS, compose
+
+BATCH = ("trainer.global_batch_size=16", "trainer.micro_batch_size=2")
+ROWS, D = 2 * 128, 128  # tokens of a micro batch; hidden size of llama_tiny, whose F is 512
+BLOCK, ENDS = 246_016, 2 * 320 * 128 + 128
+
+
+def traffic(layout: Layout, *overrides: str, pipeline: int = 0) -> dict[tuple[str, str], Traffic]:
+    """Rows by group and what."""
+    rows = communication(compose(*BATCH, *overrides), layout, pipeline)
+    found = {(row.group, row.what): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_one_rank_sends_nothing() -> None:
+    for precision in ("bf16", "fp8_current", "fp8_delayed", "fp8_rowwise"):
+        assert traffic(Layout(), f"precision={precision}") == {}
+
+
+def test_sequence_parallelism_by_hand() -> None:
+    """Two ranks, so half of each tensor; 8 micro batches of 4 blocks."""
+    rows = traffic(Layout(tensor=2, sequence=True), "precision=bf16")
+    half = ROWS * D * 2 // 2
+    for part in ("attention", "MLP"):
+        for what, collective in (
+            (f"{part} input", "all-gather"),
+            (f"{part} input, for wgrad", "all-gather"),
+            (f"{part} output", "reduce-scatter"),
+            (f"{part} output gradient", "all-gather"),
+            (f"{part} input gradient", "reduce-scatter"),
+        ):
+            row = rows.pop(("tensor", what))
+            assert row == Traffic("tensor", what, collective, "bf16", 32, 32 * half)
+    for what, collective in (
+        ("embedding", "reduce-scatter"),
+        ("embedding gradient", "all-gather"),
+        ("head input", "all-gather"),
+        ("head input, for wgrad", "all-gather"),
+        ("head input gradient", "reduce-scatter"),
+    ):
+        row = rows.pop(("tensor", what))
+        assert row == Traffic("tensor", what, collective, "bf16", 8, 8 * half)
+    loss = rows.pop(("tensor", "cross entropy"))
+    assert loss == Traffic("tensor", "cross entropy", "all-reduce", "fp32", 24, 24 * ROWS * 4)
+    norms = rows.pop(("tensor", "norm gradients"))
+    assert norms == Traffic("tensor", "norm gradients", "all-reduce", "fp32", 9, 9 * D * 4)
+    assert not rows
+
+
+def test_tensor_parallelism_alone_reduces_whole_tensors() -> None:
+    """Four ranks: an all-reduce sends 3/2 of the tensor."""
+    rows = traffic(Layout(tensor=4), "precision=bf16", "model.num_kv_heads=4")
+    sent = ROWS * D * 2 * 3 // 2
+    for part in ("attention", "MLP"):
+        for what in (f"{part} output", f"{part} input gradient"):
+            row = rows.pop(("tensor", what))
+            assert (row.collective, row.count, row.bytes) == ("all-reduce", 32, 32 * sent)
+    assert {what for _, what in rows} == {"embedding", "head input gradient", "cross entropy"}
+
+
+def test_inputs_travel_in_eight_bits() -> None:
+    rows = traffic(Layout(tensor=2, sequence=True), "precision=fp8_block")
+    copy = ROWS * D + ROWS * 4  # 1×128 blocks: a scale a row
+    for what in ("attention input", "MLP input"):
+        row = rows["tensor", what]
+        assert (row.dtype, row.count, row.bytes) == ("e4m3", 32, 32 * copy // 2)
+        again = rows["tensor", f"{what}, for wgrad"]
+        assert (again.dtype, again.bytes) == ("e4m3", 32 * (ROWS * D + 2 * D * 4) // 2)
+    # Its gradient's two copies take more than BF16 does; one scale a tensor serves both GEMMs.
+    assert rows["tensor", "MLP output gradient"].dtype == "bf16"
+    current = traffic(Layout(tensor=2, sequence=True), "precision=fp8_current")
+    assert current["tensor", "MLP output gradient"].dtype == "e5m2"
+
+
+def test_linears_of_different_formats_each_have_theirs() -> None:
+    config = compose(*BATCH, "precision=fp8_current", "precision.exclude=[*.k_proj]")
+    rows = communication(config, Layout(tensor=2, sequence=True), 0)
+    inputs = [row for row in rows if row.what == "attention input"]
+    assert sorted(row.dtype for row in inputs) == ["bf16", "e4m3"]
+
+
+def test_what_is_kept_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "GATHERS_AGAIN", False)
+    rows = traffic(Layout(tensor=2, sequence=True), "precision=bf16")
+    assert not [what for _, what in rows if "wgrad" in what]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_recomputation_stops_before_the_last_sum(mode: str, sequence: bool) -> None:
+    given = ("precision=bf16", f"parallel.activation_checkpoint={mode}")
+    rows = traffic(Layout(tensor=2, context=2, sequence=sequence), *given)
+    again = {what.removesuffix(", recomputed") for _, what in rows if what.endswith("recomputed")}
+    gathers = {"attention input", "MLP input"} if sequence else set()
+    assert again == gathers | {"attention output", "keys and values"}
+
+
+def test_context_parallelism_by_hand() -> None:
+    """Four ranks of a quarter of the tokens; two key/value heads of 32, in BF16."""
+    rows = traffic(Layout(context=4), "precision=bf16")
+    whole = ROWS * 64 * 2
+    keys, grads = rows["context", "keys and values"], rows["context", "their gradients"]
+    assert (keys.collective, keys.count, keys.bytes) == ("all-gather", 64, 64 * whole * 3 // 4)
+    assert (grads.collective, grads.count, grads.bytes) == ("reduce-scatter", 64, keys.bytes)
+
+
+def test_pipeline_by_hand() -> None:
+    """Eight micro batches: ends of the pipeline send one way, the middle both."""
+    layout = Layout(pipeline=4, tensor=2, sequence=True)
+    part = ROWS * D * 2 // 2
+    sent = [traffic(layout, pipeline=stage) for stage in range(4)]
+    for stage, rows in enumerate(sent):
+        forward, backward = (
+            rows.get(("pipeline", what)) for what in ("hidden states", "their gradients")
+        )
+        for row, there in ((forward, stage < 3), (backward, stage > 0)):
+            assert (row is not None) == there
+            assert row is None or (row.collective, row.count, row.bytes) == ("send", 8, 8 * part)
+    virtual = Layout(pipeline=2, virtual_stages=2)
+    counts = [traffic(virtual, pipeline=rank)["pipeline", "hidden states"].count for rank in (0, 1)]
+    assert counts == [16, 8]
+
+
+def test_weights_are_gathered_for_forward_and_backward() -> None:
+    rows = traffic(Layout(shard=2), "precision=bf16", "trainer.global_batch_size=32")
+    gathers = rows["shard", "weights"]
+    assert gathers.count == 8 * (1 + 2 * 4)
+    assert gathers.bytes == pytest.approx(8 * 2 * (ENDS + 2 * 4 * BLOCK) / 2, rel=1e-3)
+    stages = traffic(Layout(pipeline=2, shard=2), "precision=bf16", pipeline=1)["shard", "weights"]
+    assert stages.count == 3
+    assert stages.bytes == pytest.approx(2 * (2 * BLOCK + 320 * 128 + 128) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [1, 127, 128, 1000])
+def test_the_wire_is_the_codecs(codec: str, size: int) -> None:
+    assert wire_bytes(codec, size) == CODECS[codec].encode(torch.randn(3, size))[0].numel()
+
+
+@pytest.mark.parametrize(
+    "given, wire, width", [("bf16", "fp32", 4.0), ("fp8_current", "e5m2", 129 / 128)]
+)
+def test_gradients_travel_once_a_step(given: str, wire: str, width: float) -> None:
+    rows = traffic(Layout(shard=2, replicate=2), f"precision={given}")
+    gradients = rows["shard", "gradients"]
+    assert (gradients.collective, gradients.dtype, gradients.count) == ("all-to-all", wire, 5)
+    assert gradients.bytes == pytest.approx(width * MODELS["llama_tiny"] / 2, rel=1e-3)
+    replicas = rows["replicate", "gradients"]
+    assert (replicas.collective, replicas.dtype, replicas.count) == ("all-reduce", "fp32", 5)
+    assert replicas.bytes == pytest.approx(4 * MODELS["llama_tiny"] / 2, rel=1e-3)
+
+
+def amaxes(layout: Layout, *overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """(count, bytes) of a step's reductions of amaxes, in one micro batch of one block."""
+    small = ("model.num_layers=1", "trainer.micro_batch_size=16")
+    return {
+        (group, what.removeprefix("amax of ")): (row.count, row.bytes)
+        for (group, what), row in traffic(layout, *small, *overrides).items()
+        if what.startswith("amax of")
+    }
+
+
+def test_amaxes_of_tensors_that_are_divided() -> None:
+    """Two ranks send 4 bytes for a scalar."""
+    given = "precision=fp8_current"
+    # Inputs of o and down, all weights, output gradients of q, k, v, gate and up.
+    assert amaxes(Layout(tensor=2), given) == {
+        ("tensor", "inputs"): (2, 8),
+        ("tensor", "weights"): (7, 28),
+        ("tensor", "grad outputs"): (5, 20),
+    }
+    # And what comes from the residual stream, once for attention and once for the MLP.
+    assert amaxes(Layout(tensor=2, sequence=True), given) == {
+        ("tensor", "inputs"): (4, 16),
+        ("tensor", "weights"): (7, 28),
+        ("tensor", "grad outputs"): (7, 28),
+    }
+    assert amaxes(Layout(tensor=2, sequence=True), given, "precision.amax_groups=te") == {
+        ("tensor", "inputs"): (2, 8),
+        ("tensor", "grad outputs"): (2, 8),
+    }
+    assert amaxes(Layout(context=2), given) == {
+        ("context", "inputs"): (4, 16),
+        ("context", "grad outputs"): (7, 28),
+    }
+    assert amaxes(Layout(tensor=2, context=2), given) == {
+        ("context", "inputs"): (2, 8),
+        ("context × tensor", "inputs"): (2, 12),
+        ("tensor", "weights"): (7, 28),
+        ("context", "grad outputs"): (2, 8),
+        ("context × tensor", "grad outputs"): (5, 30),
+    }
+
+
+def test_amaxes_are_taken_again_in_recomputation_and_weights_once_if_cached() -> None:
+    full = amaxes(Layout(tensor=2), "precision=fp8_current", "parallel.activation_checkpoint=full")
+    assert {what: count for (_, what), (count, _) in full.items()} == {
+        "inputs": 4,
+        "weights": 14,
+        "grad outputs": 5,
+    }
+    cached = ("precision=fp8_current", "precision.cache_weights=true", "trainer.micro_batch_size=2")
+    rows = traffic(Layout(tensor=2), "model.num_layers=1", *cached)
+    assert rows["tensor", "amax of weights"].count == 7
+    assert rows["tensor", "amax of inputs"].count == 2 * 8
+
+
+def test_amaxes_of_other_shapes() -> None:
+    assert amaxes(Layout(tensor=2, sequence=True, context=2), "precision=fp8_block") == {}
+    nvfp4 = amaxes(Layout(tensor=2), "precision=nvfp4")
+    assert nvfp4["tensor", "inputs"] == (4, 16)  # both copies have a scale of the tensor
+    rows = amaxes(Layout(tensor=2), "precision=fp8_rowwise")
+    # Rows of the row-wise input lie on both ranks: an amax for each of 16 · 128 tokens.
+    assert rows["tensor", "inputs"] == (2, 2 * 4 * 16 * 128)
+
+
+def test_delayed_scaling_shares_one_maximum_a_step() -> None:
+    rows = traffic(
+        Layout(shard=2, tensor=2), "precision=fp8_delayed", "precision.exclude=[*.o_proj]"
+    )
+    maximum = rows["shard × tensor", "amax histories"]
+    assert (maximum.collective, maximum.count) == ("all-reduce", 1)
+    assert maximum.bytes == 2 * 3 * (4 * 6 * 3 * 4) // 4
+    assert not [what for _, what in rows if what.startswith("amax of")]
+    stage = traffic(Layout(shard=2, pipeline=2), "precision=fp8_delayed", pipeline=1)
+    assert stage["shard", "amax histories"].bytes == 2 * 7 * 3 * 4
