@@ -15,18 +15,15 @@ from dataclasses import dataclass
 
 from fp8train.config import Config
 from fp8train.layout import Layout, padded_vocabulary, stage_blocks
+from fp8train.parallel.quantized_gather import SIBLINGS, quantized_gathers
 from fp8train.planning.parameters import compute_bytes, linear_shapes
 from fp8train.precision.formats import Format
 from fp8train.precision.plan import LayerPlan
 from fp8train.precision.tensor import Granularity
 
-# Whether a column-parallel linear keeps its input's own part under sequence parallelism and gathers
-# it once more in backward, instead of keeping what was gathered.
-GATHERS_AGAIN = True
-
-# Linears of a block that have an input in common.
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+# The linears that a block's two branches begin with, and the one that each ends with.
+INPUTS = {branch: tuple(f"{branch}.{name}" for name in names) for branch, names in SIBLINGS.items()}
+OUTPUTS = {"self_attn": "self_attn.o_proj", "mlp": "mlp.down_proj"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,6 @@ class Activations:
         return self.rows // self.layout.tensor if self.layout.sequence else self.rows
 
     @property
-    def column_input_rows(self) -> int:
-        """Tokens of a column-parallel linear's input that are kept."""
-        return self.residual_rows if GATHERS_AGAIN else self.rows
-
-    @property
     def bits(self) -> int:
         """Of an element that is not quantised."""
         return 8 * compute_bytes(self.config)
@@ -85,27 +77,56 @@ class Activations:
         size = self.residual_rows * self.config.model.hidden_size
         return Kept("hidden states", size, self.bits)
 
+    def gathered_as(self, number: int, branch: str) -> LayerPlan | None:
+        """How the input of a block's branch is quantised before tensor ranks gather it; None where
+        it isn't, and each linear quantises what it gets."""
+        name, length = f"layers.{number}.{branch}", self.config.trainer.sequence_length
+        ours = self.plans if self.config.precision.backend != "transformer_engine" else {}
+        if not quantized_gathers([name], ours, self.layout, length):
+            return None
+        return self.plans[f"layers.{number}.{INPUTS[branch][0]}"]
+
     def block(self, number: int) -> list[Kept]:
         """What a block keeps without activation checkpointing, weights aside."""
         model, rows, bits = self.config.model, self.rows, self.bits
-        shapes = linear_shapes(model, self.layout)
+        shapes, inputs = linear_shapes(model, self.layout), self.inputs(number)
         heads, keys = shapes["self_attn.q_proj"][0], shapes["self_attn.k_proj"][0]
         inner = shapes["mlp.up_proj"][0]
         key_rows = rows * self.layout.context  # gathered over the context ranks
         query_heads = model.num_heads // self.layout.tensor
         return [
             *self._norm("input_layernorm"),
-            *self._inputs(number, QKV, self.column_input_rows, model.hidden_size),
+            *inputs["self_attn"],
             Kept("q", rows * heads, bits),
             Kept("k and v", 2 * key_rows * keys, bits),
             Kept("attention output", rows * heads, bits),
             Kept("logsumexp", rows * query_heads, 32),
-            *self._inputs(number, ("self_attn.o_proj",), rows, heads),
+            *inputs["self_attn.o_proj"],
             *self._norm("post_attention_layernorm"),
-            *self._inputs(number, GATE_UP, self.column_input_rows, model.hidden_size),
+            *inputs["mlp"],
             *(Kept(name, rows * inner, bits) for name in ("gate", "silu(gate)", "up")),
-            *self._inputs(number, ("mlp.down_proj",), rows, inner),
+            *inputs["mlp.down_proj"],
         ]
+
+    def inputs(self, number: int) -> dict[str, list[Kept]]:
+        """What a block keeps of the inputs of its linears: of each branch, and of what ends it.
+
+        Of what is gathered in eight bits a rank keeps its own part, once; else all of it is kept,
+        by each linear that quantises it.
+        """
+        found = {}
+        shapes = linear_shapes(self.config.model, self.layout)
+        size = self.config.model.hidden_size
+        for branch, names in INPUTS.items():
+            gathered = self.gathered_as(number, branch)
+            if gathered is None:
+                found[branch] = self._inputs(number, names, self.rows, size)
+            else:
+                part = self._input_copies({branch: gathered}, self.residual_rows, size)
+                found[branch] = part
+            end = OUTPUTS[branch]
+            found[end] = self._inputs(number, (end,), self.rows, shapes[end][1])
+        return found
 
     def results(self) -> list[Kept]:
         """What selective checkpointing keeps of a block: its input, and the results of its GEMMs
@@ -149,21 +170,20 @@ class Activations:
 
     def wgrad_operands(self, number: int) -> list[Kept]:
         """What a block keeps between the two halves of zero bubble's backward: both operands of
-        each weight gradient that is put off, those of the quantised linears."""
-        kept = []
-        for name, (outputs, inputs) in linear_shapes(self.config.model, self.layout).items():
-            found = self.plans.get(f"layers.{number}.{name}")
-            if found is None:
-                continue
-            for role, columns in (("input", inputs), ("grad_output", outputs)):
-                shape = self.rows, columns
-                copy = _copies(found, role, name, shape, (1,))
-                kept += copy or [Kept(f"{role} of {name}", self.rows * columns, self.bits)]
+        its weight gradients."""
+        kept = [tensor for tensors in self.inputs(number).values() for tensor in tensors]
+        for name, (outputs, _) in linear_shapes(self.config.model, self.layout).items():
+            kept += self._grad(f"layers.{number}.{name}", outputs)
         return kept
+
+    def head_wgrad_operands(self) -> list[Kept]:
+        """The same of the LM head."""
+        rows = padded_vocabulary(self.config.model) // self.layout.tensor
+        return [*self._head_input(), *self._grad("lm_head", rows)]
 
     def ends(self, stage: int) -> list[Kept]:
         """What a stage keeps besides its blocks: rotary tables, ids, and what it hands on or the
-        head and the loss. Logits count thrice: as they come, in FP32, and as softmax."""
+        head and the loss. Logits count thrice: as they come, in FP32, and their gradient."""
         model, layout = self.config.model, self.layout
         head_size = model.hidden_size // model.num_heads
         positions = self.config.trainer.sequence_length // layout.context
@@ -177,11 +197,11 @@ class Activations:
         return [
             *kept,
             *self._norm("norm"),
-            *self._input_copies({"lm_head": found}, self.column_input_rows, model.hidden_size),
+            *self._head_input(),
             *(_copies(found, "weight", "lm_head", shape, (1,)) if found else []),
             Kept("logits", self.rows * shape[0], self.bits),
-            Kept("logits in FP32", self.rows * shape[0], 32),
-            Kept("softmax", self.rows * shape[0], 32),
+            Kept("exponentials of logits", self.rows * shape[0], 32),
+            Kept("gradient of logits", self.rows * shape[0], self.bits),
         ]
 
     def stage_blocks(self, stage: int) -> range:
@@ -195,6 +215,16 @@ class Activations:
             Kept(f"input of {name}", size, self.bits),
             Kept(f"rstd of {name}", self.residual_rows, 32),
         ]
+
+    def _head_input(self) -> list[Kept]:
+        layers = {"lm_head": self.plans.get("lm_head")}
+        return self._input_copies(layers, self.rows, self.config.model.hidden_size)
+
+    def _grad(self, name: str, columns: int) -> list[Kept]:
+        """A linear's output gradient, as its weight gradient takes it."""
+        found = self.plans.get(name)
+        copies = _copies(found, "grad_output", name, (self.rows, columns), (1,)) if found else []
+        return copies or [Kept(f"grad_output of {name}", self.rows * columns, self.bits)]
 
     def _inputs(self, number: int, names: tuple[str, ...], rows: int, columns: int) -> list[Kept]:
         return self._input_copies(

@@ -8,7 +8,6 @@ Scalars of the step itself, such as loss and gradient norm, are left out, and so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -17,8 +16,7 @@ import torch
 
 from fp8train.config import Config
 from fp8train.layout import Layout, micro_batches
-from fp8train.planning import activations
-from fp8train.planning.activations import GATE_UP, QKV, Activations
+from fp8train.planning.activations import INPUTS, Activations, quantized
 from fp8train.planning.parameters import (
     ROOT,
     ROW_PARALLEL,
@@ -28,17 +26,18 @@ from fp8train.planning.parameters import (
     linear_shapes,
     plans,
     rank_weights,
+    stage_weights,
     units,
 )
+from fp8train.planning.pipeline import Gather, gathers
 from fp8train.precision.plan import LayerPlan
 from fp8train.precision.recipes import ROLES, DelayedScaling, NVFP4Scaling
-from fp8train.precision.tensor import TENSOR, Granularity
+from fp8train.precision.tensor import TENSOR
 from fp8train.precision.wire import CODECS
 from fp8train.rules import gradient_reduction
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}  # · (N − 1)/N
-INPUTS = {"attention": QKV, "MLP": GATE_UP}  # column-parallel linears by what they begin
-OUTPUTS = {"attention": "self_attn.o_proj", "MLP": "mlp.down_proj"}  # row-parallel ones, its end
+NAMES = {"self_attn": "attention", "mlp": "MLP"}  # of a block's branches
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,9 @@ def communication(config: Config, layout: Layout, pipeline_coordinate: int) -> l
                 message = Message("fp32", 4 * weight.size)
                 step.add(("tensor",), "norm gradients", "all-reduce", message, 1)
     _pipeline(step, counts, stages, rounds)
-    _fsdp(step, config, weights, rounds)
+    _tied(step, config, weights)
+    for stage in stages:
+        _fsdp(step, config, stage, rounds)
     _delayed(step, counts, stages)
     return step.rows()
 
@@ -130,35 +131,18 @@ def _hidden(counts: Activations, rows: int) -> Message:
     return Message(name, rows * counts.config.model.hidden_size * counts.bits // 8)
 
 
-def _quantized(
-    counts: Activations, layer: LayerPlan | None, role: str, copy: int, shape: tuple[int, int]
-) -> Message | None:
-    """A copy of a linear's tensor with its scales as it travels; None if it isn't quantised."""
-    fmt = layer.recipe.formats.of(role)[copy] if layer else None
+def _input(counts: Activations, layer: LayerPlan | None, copy: int) -> dict[str, Message]:
+    """What is gathered of a branch's input: a quantised copy and its scales, or it itself."""
+    fmt = layer.recipe.formats.input[copy] if layer else None
     if layer is None or fmt is None:
-        return None
-    granularity = layer.recipe.granularity(role)[copy]
-    parts = activations.quantized("", shape, fmt, granularity)
-    return Message(fmt.name.lower(), activations.total(parts))
-
-
-def _input_messages(
-    counts: Activations, layers: Iterable[LayerPlan | None], copy: int
-) -> set[Message]:
-    """What is gathered for column-parallel linears with an input in common: once for each form."""
+        return {"input": _hidden(counts, counts.rows)}
     shape = counts.rows, counts.config.model.hidden_size
-    plain = _hidden(counts, counts.rows)
-    return {_quantized(counts, layer, "input", copy, shape) or plain for layer in layers}
-
-
-def _grad_message(counts: Activations, layer: LayerPlan | None) -> Message:
-    """What is gathered of a row-parallel linear's output gradient: one quantised copy where it
-    serves both GEMMs. Two take as much as BF16, so then it goes in BF16."""
-    shape = counts.rows, counts.config.model.hidden_size
-    plain = _hidden(counts, counts.rows)
-    if layer is None or not layer.recipe.shares_copies("grad_output"):
-        return plain
-    return _quantized(counts, layer, "grad_output", 0, shape) or plain
+    granularity = layer.recipe.granularity("input")[copy]
+    payload, scales = quantized("input", shape, fmt, granularity)
+    messages = {"input": Message(fmt.name.lower(), payload.size)}
+    if granularity.rows is not None:  # else every rank has the scales of all tokens
+        messages["input scales"] = Message("fp32", scales.size)
+    return messages
 
 
 def _block_tensor(step: _Step, counts: Activations, number: int, rounds: int) -> None:
@@ -170,43 +154,42 @@ def _block_tensor(step: _Step, counts: Activations, number: int, rounds: int) ->
     """
     group, whole = ("tensor",), _hidden(counts, counts.rows)
     recomputes = counts.config.parallel.activation_checkpoint != "none"
-    for part, names in INPUTS.items():
-        layers = [counts.plans.get(f"layers.{number}.{name}") for name in names]
-        end = counts.plans.get(f"layers.{number}.{OUTPUTS[part]}")
-        again = recomputes and part == "attention"
+    for branch, part in NAMES.items():
+        again = recomputes and branch == "self_attn"
         if not counts.layout.sequence:
             step.add(group, f"{part} output", "all-reduce", whole, rounds)
             step.add(group, f"{part} output, recomputed", "all-reduce", whole, rounds * again)
             step.add(group, f"{part} input gradient", "all-reduce", whole, rounds)
             continue
-        for message in sorted(_input_messages(counts, layers, 0)):
-            step.add(group, f"{part} input", "all-gather", message, rounds)
-            what = f"{part} input, recomputed"
+        gathered = counts.gathered_as(number, branch)
+        for what, message in _input(counts, gathered, 0).items():
+            step.add(group, f"{part} {what}", "all-gather", message, rounds)
+            what = f"{part} {what}, recomputed"
             step.add(group, what, "all-gather", message, rounds * recomputes)
-        if activations.GATHERS_AGAIN:
-            for message in sorted(_input_messages(counts, layers, 1)):
-                step.add(group, f"{part} input, for wgrad", "all-gather", message, rounds)
+        if gathered is not None:
+            for what, message in _input(counts, gathered, 1).items():
+                step.add(group, f"{part} {what}, for wgrad", "all-gather", message, rounds)
         step.add(group, f"{part} output", "reduce-scatter", whole, rounds)
         step.add(group, f"{part} output, recomputed", "reduce-scatter", whole, rounds * again)
-        message = _grad_message(counts, end)
-        step.add(group, f"{part} output gradient", "all-gather", message, rounds)
+        step.add(group, f"{part} output gradient", "all-gather", whole, rounds)
         step.add(group, f"{part} input gradient", "reduce-scatter", whole, rounds)
 
 
 def _block_context(step: _Step, counts: Activations, rounds: int) -> None:
     """Keys and values of the whole sequence, and their gradients back to its owners."""
     layout, group = counts.layout, ("context",)
-    rows, keys = counts.rows * layout.context, linear_shapes(counts.config.model, layout)[QKV[1]][0]
-    message = Message(_hidden(counts, 1).dtype, rows * keys * counts.bits // 8)
+    keys = linear_shapes(counts.config.model, layout)["self_attn.k_proj"][0]
+    size = 2 * counts.rows * layout.context * keys * counts.bits // 8
+    message = Message(_hidden(counts, 1).dtype, size)
     again = counts.config.parallel.activation_checkpoint != "none"
-    step.add(group, "keys and values", "all-gather", message, 2 * rounds)
-    step.add(group, "keys and values, recomputed", "all-gather", message, 2 * rounds * again)
-    step.add(group, "their gradients", "reduce-scatter", message, 2 * rounds)
+    step.add(group, "keys and values", "all-gather", message, rounds)
+    step.add(group, "keys and values, recomputed", "all-gather", message, rounds * again)
+    step.add(group, "their gradients", "all-to-all", message, rounds)
 
 
 def _ends(step: _Step, counts: Activations, stage: int, rounds: int) -> None:
-    """Vocabulary-parallel embedding, head and cross entropy: of that, each token's maximum, sum of
-    exponentials and target logit."""
+    """Vocabulary-parallel embedding, head and cross entropy: of that, each token's largest logit,
+    then the sum of its exponentials and the target's logit."""
     layout, group = counts.layout, ("tensor",)
     whole = _hidden(counts, counts.rows)
     collective = "reduce-scatter" if layout.sequence else "all-reduce"
@@ -216,13 +199,11 @@ def _ends(step: _Step, counts: Activations, stage: int, rounds: int) -> None:
             step.add(group, "embedding gradient", "all-gather", whole, rounds)
     if stage == layout.stages - 1:
         if layout.sequence:
-            head = [counts.plans.get("lm_head")]
-            for copy, what in enumerate(("head input", "head input, for wgrad")):
-                if copy == 0 or activations.GATHERS_AGAIN:
-                    (message,) = _input_messages(counts, head, copy)
-                    step.add(group, what, "all-gather", message, rounds)
+            step.add(group, "head input", "all-gather", whole, rounds)
         step.add(group, "head input gradient", collective, whole, rounds)
-        step.add(group, "cross entropy", "all-reduce", Message("fp32", 4 * counts.rows), 3 * rounds)
+        for numbers in (1, 2):
+            message = Message("fp32", 4 * numbers * counts.rows)
+            step.add(group, "cross entropy", "all-reduce", message, rounds)
 
 
 def _pipeline(step: _Step, counts: Activations, stages: list[int], rounds: int) -> None:
@@ -235,20 +216,32 @@ def _pipeline(step: _Step, counts: Activations, stages: list[int], rounds: int) 
     step.add(("pipeline",), "their gradients", "send", message, backward)
 
 
-def _fsdp(step: _Step, config: Config, weights: list[Weight], rounds: int) -> None:
+def _tied(step: _Step, config: Config, weights: list[Weight]) -> None:
+    """The gradient of a tied embedding, between the two stages that have a copy."""
+    if config.model.tie_embeddings and step.layout.pipeline > 1:
+        for weight in weights:
+            if weight.name in ("embed_tokens", "lm_head"):
+                message = Message("fp32", 4 * weight.shard(fsdp_ranks(step.layout)))
+                step.add(("pipeline",), "tied embedding's gradient", "send", message, 1)
+
+
+def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
     """Weights gathered in the type of computation, gradients reduced in their wire format and over
     replicas in FP32.
 
     Without a pipeline a block is gathered for each forward and again for its backward, the root
-    once for both; a pipeline's stages once a step. Gradients are reduced once a step.
+    once for both; of a pipeline as `gathers` says. Gradients are reduced once a step.
     """
-    layout, width = step.layout, compute_bytes(config)
+    layout, width, schedule = step.layout, compute_bytes(config), config.parallel.pipeline_schedule
+    place = stage % layout.pipeline
+    gathered = gathers(layout, schedule, rounds, place).count(Gather(True, stage))
     ranks, group = fsdp_ranks(layout), ("shard", "context")
     dtype = "fp32" if width == 4 else "bf16"
     codec = gradient_reduction(config)
-    for unit, parts in units(weights).items():
+    for unit, parts in units(stage_weights(config.model, layout, stage)).items():
         shard = sum(weight.shard(ranks) for weight in parts)
-        times = 1 if layout.pipeline > 1 else rounds * (1 if unit == ROOT else 2)
+        each = rounds * (1 if unit == ROOT else 2)
+        times = gathered if layout.pipeline > 1 else each
         step.add(group, "weights", "all-gather", Message(dtype, width * shard * ranks), times)
         wire = Message(codec, wire_bytes(codec, shard) * ranks)
         step.add(group, "gradients", "all-to-all", wire, 1)
@@ -267,65 +260,58 @@ def _block_amax(step: _Step, counts: Activations, number: int, rounds: int) -> N
     forward = rounds * (2 if config.parallel.activation_checkpoint != "none" else 1)
     weight_rounds = 1 if config.precision.cache_weights else forward
     times = {"input": forward, "weight": weight_rounds, "grad_output": rounds}
-    parts = {name: part for part, names in INPUTS.items() for name in names}
-    seen = set()
-    for name in linear_shapes(config.model, counts.layout):
+    branches = {name: branch for branch, names in INPUTS.items() for name in names}
+    for name, (_, columns) in linear_shapes(config.model, counts.layout).items():
         layer = counts.plans.get(f"layers.{number}.{name}")
         if layer is None or isinstance(layer.recipe, DelayedScaling):
             continue
+        branch = branches.get(name)
+        gathered = branch is not None and counts.gathered_as(number, branch) is not None
+        if layer.recipe.smooth:
+            message = Message("fp32", 4 * columns)
+            step.add(("context",), "amax of channels", "all-reduce", message, times["input"])
         for role in ROLES:
-            # An input that linears have in common is quantised for them together.
-            owner = parts.get(name, name) if role == "input" else name
+            if role == "input" and gathered and name != INPUTS[branch or ""][0]:
+                continue  # the first one has quantised it for all
             for copy in (0,) if layer.recipe.shares_copies(role) else (0, 1):
-                key = owner, role, copy, layer.recipe
-                if key in seen or layer.recipe.formats.of(role)[copy] is None:
-                    continue
-                seen.add(key)
-                dimensions, blocks = _amax(counts, layer, name, role, copy)
-                what = f"amax of {role}s".replace("_", " ")
-                step.add(dimensions, what, "all-reduce", Message("fp32", 4 * blocks), times[role])
+                if layer.recipe.formats.of(role)[copy] is not None:
+                    dimensions, blocks = _amax(counts, layer, name, role, copy, gathered)
+                    what = f"amax of {role}s".replace("_", " ")
+                    message = Message("fp32", 4 * blocks)
+                    step.add(dimensions, what, "all-reduce", message, times[role])
 
 
 def _amax(
-    counts: Activations, layer: LayerPlan, name: str, role: str, copy: int
+    counts: Activations, layer: LayerPlan, name: str, role: str, copy: int, gathered: bool
 ) -> tuple[tuple[str, ...], int]:
-    """The dimensions over whose ranks the blocks of a copy lie, and how many blocks."""
-    layout, recipe = counts.layout, layer.recipe
+    """The dimensions over whose ranks the blocks of a copy lie, and how many blocks.
+
+    Args:
+        gathered: the input is quantised in parts, before it is gathered.
+    """
+    recipe = layer.recipe
     granularity = recipe.granularity(role)[copy]
     if isinstance(recipe, NVFP4Scaling):
         granularity = TENSOR  # of its second level of scales
-    outputs, columns = linear_shapes(counts.config.model, layout)[name]
-    row_parallel = name in ROW_PARALLEL
+    outputs, inputs = linear_shapes(counts.config.model, counts.layout)[name]
+    by_rows: tuple[str, ...] = ("context",)
     by_columns: tuple[str, ...] = ()
+    rows, columns = counts.rows, inputs if role == "input" else outputs
+    row_parallel = name in ROW_PARALLEL
     if role == "weight":
-        shape = outputs, columns
-        by_rows: tuple[str, ...] = () if row_parallel else ("tensor",)
-        by_columns = ("tensor",) if row_parallel else ()
-    else:
-        # What comes from or goes to the residual stream is divided over tokens.
-        residual = row_parallel == (role == "grad_output")
-        shape = (
-            counts.residual_rows if residual else counts.rows,
-            columns if role == "input" else outputs,
-        )
-        by_rows = ("context", "tensor") if residual and layout.sequence else ("context",)
-        by_columns = () if residual else ("tensor",)
-    if counts.config.precision.amax_groups == "te":
-        # Transformer Engine: over tensor ranks, and only where sequence parallelism divides tokens.
-        by_rows = ("tensor",) if role != "weight" and "tensor" in by_rows else ()
-        by_columns = ()
-    dimensions = _spread(granularity, by_rows, by_columns)
-    blocks = granularity.grid(*shape)
-    return dimensions, blocks[0] * blocks[1]
-
-
-def _spread(
-    granularity: Granularity, by_rows: tuple[str, ...], by_columns: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The dimensions that blocks without a bound in rows or columns lie over."""
-    found = set(by_rows if granularity.rows is None else ())
-    found |= set(by_columns if granularity.columns is None else ())
-    return tuple(name for name in ("context", "tensor") if name in found)
+        rows, columns = outputs, inputs
+        by_rows, by_columns = ((), ("tensor",)) if row_parallel else (("tensor",), ())
+    elif role == "input" and gathered:
+        rows, by_rows = counts.residual_rows, ("context", "tensor")
+    elif row_parallel == (role == "input"):
+        by_columns = ("tensor",)
+    if counts.config.precision.amax_groups == "te":  # as `parallel.tensor.splits`
+        by_rows, by_columns = ("tensor",) if role == "input" and gathered else (), ()
+    sharing = (by_rows if granularity.rows is None else ()) + (
+        by_columns if granularity.columns is None else ()
+    )
+    blocks = granularity.grid(rows, columns)
+    return sharing, blocks[0] * blocks[1]
 
 
 def _delayed(step: _Step, counts: Activations, stages: list[int]) -> None:

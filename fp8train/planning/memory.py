@@ -7,8 +7,16 @@ from dataclasses import asdict, dataclass
 from fp8train.config import Config
 from fp8train.layout import Layout, micro_batches
 from fp8train.planning.activations import Activations, total
-from fp8train.planning.parameters import compute_bytes, fsdp_ranks, plans, rank_weights, units
-from fp8train.planning.pipeline import InFlight, actions, most_in_flight
+from fp8train.planning.parameters import (
+    ROOT,
+    compute_bytes,
+    fsdp_ranks,
+    plans,
+    rank_weights,
+    stage_weights,
+    units,
+)
+from fp8train.planning.pipeline import InFlight, actions, gathers, most_in_flight
 
 FP32 = 4  # bytes
 GIB = 1 << 30
@@ -67,23 +75,33 @@ def memory(config: Config, layout: Layout, pipeline_coordinate: int) -> Memory:
         optimizer=2 * FP32 * shard,
         gradients=FP32 * shard,
         unsharded_gradients=_unsharded_gradients(config, layout, sizes),
-        weights=compute_bytes(config) * _gathered(layout, sizes),
+        weights=compute_bytes(config) * _gathered(config, layout, pipeline_coordinate, sizes),
         quantized_weights=quantized,
         activations=activations,
         in_flight=in_flight,
     )
 
 
-def _gathered(layout: Layout, sizes: dict[str, int]) -> int:
-    """Elements that are gathered at a time.
+def _gathered(config: Config, layout: Layout, pipeline: int, sizes: dict[str, int]) -> int:
+    """Most elements that are gathered at a time.
 
     Without a pipeline FSDP2 frees a block after its forward and keeps the root's until backward;
-    while a block runs, the next one is gathered. A pipeline's stages stay gathered for the step.
+    while a block runs, the next one is gathered. A pipeline's stages stay gathered as `gathers`
+    says, which is for the whole step with up to three on a rank.
     """
-    if layout.pipeline > 1:
-        return sum(sizes.values())
-    blocks = sorted(size for unit, size in sizes.items() if unit != "root")
-    return sizes.get("root", 0) + sum(blocks[-2:])
+    if layout.pipeline == 1:
+        blocks = sorted(size for unit, size in sizes.items() if unit != ROOT)
+        return sizes[ROOT] + sum(blocks[-2:])
+    elements = {
+        stage: sum(weight.size for weight in stage_weights(config.model, layout, stage))
+        for stage in layout.stages_of(pipeline)
+    }
+    schedule, rounds = config.parallel.pipeline_schedule, micro_batches(config, layout)
+    held = most = 0
+    for begins, stage in gathers(layout, schedule, rounds, pipeline):
+        held += elements[stage] if begins else -elements[stage]
+        most = max(most, held)
+    return most
 
 
 def _unsharded_gradients(config: Config, layout: Layout, sizes: dict[str, int]) -> int:
@@ -115,6 +133,8 @@ def _in_flight(config: Config, layout: Layout, pipeline: int) -> tuple[int, int,
         held = not (cached or recomputes)
         weights[stage] = sum(copies[number] for number in numbers) if held else 0
         wgrads[stage] = sum(total(counts.wgrad_operands(number)) for number in numbers)
+        if stage == layout.stages - 1:
+            wgrads[stage] += total(counts.head_wgrad_operands())
 
     def kept(flight: InFlight) -> int:
         return sum(n * activations[stage] for stage, n in flight.activations.items()) + sum(

@@ -16,9 +16,11 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+from torch.distributed.pipelining.schedules import Schedule1F1B
+
 from fp8train.config import ConfigError
 from fp8train.layout import Layout
-from fp8train.parallel.pipeline import schedule
+from fp8train.parallel.pipeline import Schedule, schedule
 
 KINDS = {
     "FORWARD": "F",
@@ -37,6 +39,13 @@ class Action(NamedTuple):
     micro_batch: int
 
 
+class Gather(NamedTuple):
+    """A rank gathers a stage's weights, or frees them."""
+
+    begins: bool
+    stage: int
+
+
 @lru_cache(maxsize=4)  # all ranks' lists at once, and each rank asks for its own
 def actions(layout: Layout, name: str, micro_batches: int) -> list[list[Action]]:
     """What each pipeline coordinate computes in a step, in order.
@@ -48,7 +57,40 @@ def actions(layout: Layout, name: str, micro_batches: int) -> list[list[Action]]
     """
     if name == "1f1b" or layout.stages == 1:
         return [_1f1b(layout.pipeline, stage, micro_batches) for stage in range(layout.pipeline)]
-    # A schedule makes the lists of all ranks when it is built, from its stages' numbers alone.
+    order = _built(layout, name, micro_batches).pipeline_order
+    assert order is not None
+    return [
+        [
+            Action(KINDS[action.computation_type.name], action.stage_index, micro_batch)
+            for action in order[rank]
+            if action is not None and (micro_batch := action.microbatch_index) is not None
+        ]
+        for rank in range(layout.pipeline)
+    ]
+
+
+def gathers(layout: Layout, name: str, micro_batches: int, pipeline: int) -> list[Gather]:
+    """When a rank of a pipeline coordinate gathers the weights of its stages in a step.
+
+    Once, but with many virtual stages: torch's runtime keeps the three stages that come next.
+
+    Raises:
+        ConfigError: as `actions`.
+    """
+    if name == "1f1b" or layout.stages == 1:
+        return [Gather(True, pipeline)]
+    built = _built(layout, name, micro_batches)
+    assert not isinstance(built, Schedule1F1B)
+    return [
+        Gather(action.computation_type.name == "UNSHARD", action.stage_index)
+        for action in built.pipeline_order_with_comms[pipeline]
+        if action.computation_type.name in ("UNSHARD", "RESHARD")
+    ]
+
+
+@lru_cache(maxsize=4)
+def _built(layout: Layout, name: str, micro_batches: int) -> Schedule:
+    """torch's schedule, which makes the lists of all ranks from its stages' numbers alone."""
     stages = [
         SimpleNamespace(
             stage_index=stage,
@@ -60,21 +102,12 @@ def actions(layout: Layout, name: str, micro_batches: int) -> list[list[Action]]
         for stage in layout.stages_of(0)
     ]
     try:
-        built = schedule(name, cast(Any, stages), micro_batches, lambda output, target: output)
+        return schedule(name, cast(Any, stages), micro_batches, lambda output, target: output)
     except ValueError as error:
         raise ConfigError(
             f"parallel.pipeline_schedule={name} has no order for {micro_batches} micro batches a "
             f"rank and {layout.pipeline} pipeline ranks: {' '.join(str(error).split())}"
         ) from error
-    assert built.pipeline_order is not None
-    return [
-        [
-            Action(KINDS[action.computation_type.name], action.stage_index, micro_batch)
-            for action in built.pipeline_order[rank]
-            if action is not None and (micro_batch := action.microbatch_index) is not None
-        ]
-        for rank in range(layout.pipeline)
-    ]
 
 
 def _1f1b(stages: int, stage: int, micro_batches: int) -> list[Action]:

@@ -153,6 +153,29 @@ def test_attention_is_the_single_process_s(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype", "groups"), CASES)
+def test_gradients_of_k_and_v_are_rounded_twice(
+    by_rank: list[dict[Any, Any]], name: str, dtype: torch.dtype, groups: int
+) -> None:
+    """To the bit: each rank's FP32 sum over its two chunks, and the FP32 sum over ranks."""
+    q, k, v, upstream = inputs(dtype, groups)
+    context, chunk = len(by_rank), LENGTH // (2 * len(by_rank))
+    totals = [torch.zeros(x.shape) for x in (k, v)]
+    for rank in range(context):
+        own = [torch.zeros(x.shape) for x in (k, v)]
+        for start in (rank * chunk, (2 * context - 1 - rank) * chunk):
+            rows, end = slice(start, start + chunk), start + chunk
+            given = q[:, :, rows], k[:, :, :end], v[:, :, :end], upstream[:, :, rows]
+            for total, part in zip(own, run(CORES[name](), *given)[2:], strict=True):
+                total[:, :, :end] += part
+        for total, part in zip(totals, own, strict=True):
+            total += part.to(dtype)
+    for index, total in zip((2, 3), totals, strict=True):
+        got = whole([results[name, dtype, groups][index] for results in by_rank], 2)
+        assert torch.equal(got, total.to(dtype))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 1), ("selective", 2), ("full", 2)])
 def test_one_collective_a_layer_each_way(
     by_rank: list[dict[Any, Any]], mode: str, gathers: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fp8train.config import Config, ModelConfig, PrecisionConfig
@@ -13,12 +14,13 @@ from fp8train.parallel.parallelize import parallelize
 from fp8train.rules import check
 from fp8train.training.checkpoint import Progress
 from fp8train.training.learner import Learner
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 STEPS = 10
 
 
-def small(precision: str = "fp32", **parallel: Any) -> Config:
+def small(precision: str = "fp32", **overrides: Any) -> Config:
     """A configuration that every layout in this file divides."""
     config = Config()
     config.model = ModelConfig(
@@ -37,9 +39,9 @@ def small(precision: str = "fp32", **parallel: Any) -> Config:
     config.trainer.steps = STEPS
     config.schedule.warmup_steps = 2
     config.optimizer.lr = 3e-3
-    for key, value in parallel.items():
-        group = config.trainer if hasattr(config.trainer, key) else config.model
-        setattr(config.parallel if hasattr(config.parallel, key) else group, key, value)
+    groups = (config.parallel, config.trainer, config.model, config.data)
+    for key, value in overrides.items():
+        setattr(next(group for group in groups if hasattr(group, key)), key, value)
     return config
 
 
@@ -64,3 +66,71 @@ def losses(config: Config, world_size: int = 1, steps: int = STEPS) -> list[tupl
         result = learner.step()
         found.append((result.loss, result.grad_norm))
     return [*found, (learner.validate(), 0.0)]
+
+
+PIPELINES = {
+    "1f1b": {"pipeline": 2},
+    "interleaved": {
+        "pipeline": 2,
+        "pipeline_schedule": "interleaved",
+        "virtual_stages": 2,
+    },
+    "zero bubble": {"pipeline": 2, "pipeline_schedule": "zero_bubble"},
+    "zero bubble, two stages a rank": {
+        "pipeline": 2,
+        "pipeline_schedule": "zero_bubble",
+        "virtual_stages": 2,
+    },
+}
+DEEP = {"pipeline": 4}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2": (2, {}),
+    "HSDP 2x2": (4, {"replicate": 2, "shard": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "TP2 without sequence parallelism": (2, {"tensor": 2, "sequence": False}),
+    "TP4": (4, {"tensor": 4}),
+    "CP2": (2, {"context": 2}),
+    "CP2 x DP2": (4, {"context": 2}),
+    **{f"PP2 {name}": (2, sizes) for name, sizes in PIPELINES.items()},
+    "PP4": (4, DEEP),
+    "PP4 interleaved": (4, DEEP | PIPELINES["interleaved"] | DEEP | {"num_layers": 8}),
+    "PP4 zero bubble": (4, DEEP | {"pipeline_schedule": "zero_bubble"}),
+    "uneven PP2": (2, {"pipeline": 2, "num_layers": 5}),
+    "TP2 x PP2": (4, {"tensor": 2, "pipeline": 2}),
+    "TP2 x CP2": (4, {"tensor": 2, "context": 2}),
+    "CP2 x PP2": (4, {"context": 2, "pipeline": 2}),
+    "TP2 x PP2 x DP2": (8, {"tensor": 2, "pipeline": 2}),
+    "TP2 x CP2 x PP2": (8, {"tensor": 2, "context": 2, "pipeline": 2}),
+    "one micro batch a step": (2, {"tensor": 2, "micro_batch_size": 16}),
+    "TP2 tied": (2, {"tensor": 2, "tie_embeddings": True}),
+    "PP2 tied": (2, {"pipeline": 2, "tie_embeddings": True}),
+    "TP2 x PP2 tied": (4, {"tensor": 2, "pipeline": 2, "tie_embeddings": True}),
+    "documents' first tokens ignored, DP2 x PP2": (4, {"pipeline": 2, "eod_mask_loss": True}),
+    "documents' first tokens ignored, CP2": (2, {"context": 2, "eod_mask_loss": True}),
+    "checkpointed zero bubble": (
+        2,
+        {"pipeline": 2, "pipeline_schedule": "zero_bubble", "activation_checkpoint": "full"},
+    ),
+}
+MODEL_KEYS = ("num_layers", "tie_embeddings", "eod_mask_loss")  # another reference
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[Any, list[tuple[float, float]]]:
+    """What one process trains, by the keys that make another model of it."""
+    found = {}
+    for _, overrides in LAYOUTS.values():
+        changed = {key: overrides[key] for key in MODEL_KEYS if key in overrides}
+        if (key := str(changed)) not in found:
+            found[key] = on_ranks(1, losses, small(**changed))[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp32_agrees_with_one_process(name: str, reference: dict[Any, Any]) -> None:
+    """Sums in another order: 1e-5 is a hundred times what is seen."""
+    ranks, overrides = LAYOUTS[name]
+    expected = reference[str({key: overrides[key] for key in MODEL_KEYS if key in overrides})]
+    for found in on_ranks(ranks, losses, small(**overrides), ranks):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -6,14 +6,13 @@ their input instead of the input, and emulated payloads are BF16.
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fp8train.config import Config
 from fp8train.layout import Layout
 from fp8train.models.llama import Llama
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
 from fp8train.parallel.parallelize import initialize, precise_model
-from fp8train.planning import activations
+from fp8train.parallel.vocabulary import cross_entropy
 from fp8train.planning.activations import Activations, Kept, total
 from fp8train.planning.parameters import plans
 from fp8train.precision import convert
@@ -27,7 +26,7 @@ RECIPES = [recipe for recipe in CHOICES["precision.recipe"] if recipe is not Non
 MODES = ("none", "selective", "full")
 LENGTH = 128
 CPU = torch.device("cpu")
-LOSS = ("logits", "logits in FP32", "softmax")
+LOSS = ("logits", "exponentials of logits", "gradient of logits")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def model_of(recipe: str, *overrides: str) -> tuple[Llama, Conversion]:
 def kept_bytes(mode: str, recipe: str, *overrides: str) -> int:
     """What a forward of a small model keeps, without its logits."""
     model, conversion = model_of(recipe, *overrides)
-    checkpoint_blocks(model.layers.values(), mode)
+    checkpoint_blocks(model.layers.values(), mode, conversion.position)
     before = [*model.parameters()]
     if conversion.delayed is not None:
         before += conversion.delayed.state_dict().values()
@@ -113,21 +112,17 @@ def test_what_surrounds_the_blocks(recipe: str) -> None:
 
 
 def test_the_loss() -> None:
-    """Of its three copies of the logits, backward needs two; the third is there while it is
-    computed."""
-    model, _ = model_of("bf16", "model.num_layers=1")
     tokens = torch.randint(320, (1, LENGTH))
-    with torch.no_grad():
-        logits = model(tokens)
-    logits.requires_grad_()
+    logits = torch.randn(1, LENGTH, 320, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes([logits, tokens]) as live:
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        loss = cross_entropy(logits, tokens, 320).sum()
+        kept = live.total()
+        loss.backward()
     sizes = {tensor.name: tensor.size for tensor in counts("precision=bf16").ends(0)}
-    scalars = 8  # the loss and the weight of its targets
-    assert loss.requires_grad
-    assert live.total() == pytest.approx(sizes["softmax"], abs=scalars)
+    assert kept == pytest.approx(sizes["exponentials of logits"], abs=8 * LENGTH)  # and sums
     assert logits.untyped_storage().nbytes() == sizes["logits"]
-    assert sizes["logits in FP32"] == 2 * sizes["logits"]
+    assert logits.grad is not None
+    assert logits.grad.untyped_storage().nbytes() == sizes["gradient of logits"]
 
 
 def test_llama_3_8b_by_hand() -> None:
@@ -143,24 +138,24 @@ def test_llama_3_8b_by_hand() -> None:
     assert total(quantized.weight_copies(0)) == 2 * d * d + 2 * d * 1024 + 3 * d * f + 7 * 4
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
-@pytest.mark.parametrize("again", [True, False])
-def test_tensor_and_sequence_parallelism_divide(
-    recipe: str, again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activations, "GATHERS_AGAIN", again)
-    big = (f"precision={recipe}", "model=llama3_8b", "trainer.sequence_length=8192")
-    alone = counts(*big)
-    together = counts(*big, layout=Layout(tensor=8, sequence=True))
-    expected = total(alone.block(0)) / 8
-    if not again:  # what was gathered is kept whole
-        columns = [t for t in alone.block(0) if is_column_input(t.name)]
-        expected += total(columns) * 7 / 8
+def test_tensor_and_sequence_parallelism_divide_by_hand() -> None:
+    """Eight ranks: all is divided but gathered inputs of q, k, v and of gate and up."""
+    big = ("precision=bf16", "model=llama3_8b", "trainer.sequence_length=8192")
+    alone, together = counts(*big), counts(*big, layout=Layout(tensor=8, sequence=True))
+    gathered = 2 * 2 * 8192 * 4096
+    expected = (total(alone.block(0)) - gathered) / 8 + gathered
     assert total(together.block(0)) == expected
 
 
-def is_column_input(name: str) -> bool:
-    return "input of" in name and "norm" not in name and not name.endswith(("o_proj", "down_proj"))
+def test_what_is_gathered_in_eight_bits_is_kept_once_and_divided() -> None:
+    big = ("precision=fp8_current", "model=llama3_8b", "trainer.sequence_length=8192")
+    alone, together = counts(*big), counts(*big, layout=Layout(tensor=8, sequence=True))
+    copy = 8192 * 4096
+    rest = total(alone.block(0)) - 5 * copy - 7 * 4  # copies for q, k, v, gate, up; scales
+    assert total(together.block(0)) == (rest + 2 * copy) / 8 + 4 * 4
+    mixed = counts(*big, "precision.exclude=[*.k_proj]", layout=Layout(tensor=8, sequence=True))
+    # Linears that don't agree keep the whole input: q and v a copy, k itself.
+    assert total(mixed.inputs(0)["self_attn"]) == 2 * (copy + 4) + 2 * copy
 
 
 def test_without_sequence_parallelism_norms_see_all_tokens() -> None:
@@ -180,13 +175,15 @@ def test_context_parallelism_divides_all_but_keys_and_values() -> None:
 
 def test_wgrad_operands_are_what_the_gemms_take() -> None:
     tokens, d, f = 128, 128, 512
-    inputs = 6 * d + f  # q k v o gate up, down
     outputs = d + 2 * 64 + d + 2 * f + d
-    quantized = counts("precision=fp8_current").wgrad_operands(0)
-    assert total(quantized) == tokens * (inputs + outputs) + 14 * 4
-    in_bf16 = counts("precision=fp8_rowwise_bf16_wgrad").wgrad_operands(0)
-    assert total(in_bf16) == 2 * tokens * (inputs + outputs)
-    assert counts("precision=bf16").wgrad_operands(0) == []
+    quantized = counts("precision=fp8_current")
+    inputs = 6 * d + f  # q k v o gate up, down
+    assert total(quantized.wgrad_operands(0)) == tokens * (inputs + outputs) + 14 * 4
+    inputs = 3 * d + f  # q, k, v and gate, up have theirs in common
+    for recipe in ("bf16", "fp8_rowwise_bf16_wgrad"):
+        plain = counts(f"precision={recipe}")
+        assert total(plain.wgrad_operands(0)) == 2 * tokens * (inputs + outputs)
+        assert total(plain.head_wgrad_operands()) == 2 * tokens * (d + 320)
 
 
 def test_cached_weights_are_both_copies() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fp8train.layout import Layout
-from fp8train.planning import activations
 from fp8train.planning.communication import Traffic, communication, wire_bytes
 from fp8train.precision.wire import CODECS
 from tests.planning.conftest import MODELS, compose
@@ -34,7 +33,6 @@ def test_sequence_parallelism_by_hand() -> None:
     for part in ("attention", "MLP"):
         for what, collective in (
             (f"{part} input", "all-gather"),
-            (f"{part} input, for wgrad", "all-gather"),
             (f"{part} output", "reduce-scatter"),
             (f"{part} output gradient", "all-gather"),
             (f"{part} input gradient", "reduce-scatter"),
@@ -45,13 +43,12 @@ def test_sequence_parallelism_by_hand() -> None:
         ("embedding", "reduce-scatter"),
         ("embedding gradient", "all-gather"),
         ("head input", "all-gather"),
-        ("head input, for wgrad", "all-gather"),
         ("head input gradient", "reduce-scatter"),
     ):
         row = rows.pop(("tensor", what))
         assert row == Traffic("tensor", what, collective, "bf16", 8, 8 * half)
-    loss = rows.pop(("tensor", "cross entropy"))
-    assert loss == Traffic("tensor", "cross entropy", "all-reduce", "fp32", 24, 24 * ROWS * 4)
+    loss = rows.pop(("tensor", "cross entropy"))  # one number a token, then two
+    assert loss == Traffic("tensor", "cross entropy", "all-reduce", "fp32", 16, 8 * 3 * ROWS * 4)
     norms = rows.pop(("tensor", "norm gradients"))
     assert norms == Traffic("tensor", "norm gradients", "all-reduce", "fp32", 9, 9 * D * 4)
     assert not rows
@@ -70,29 +67,51 @@ def test_tensor_parallelism_alone_reduces_whole_tensors() -> None:
 
 def test_inputs_travel_in_eight_bits() -> None:
     rows = traffic(Layout(tensor=2, sequence=True), "precision=fp8_block")
-    copy = ROWS * D + ROWS * 4  # 1×128 blocks: a scale a row
-    for what in ("attention input", "MLP input"):
-        row = rows["tensor", what]
-        assert (row.dtype, row.count, row.bytes) == ("e4m3", 32, 32 * copy // 2)
-        again = rows["tensor", f"{what}, for wgrad"]
-        assert (again.dtype, again.bytes) == ("e4m3", 32 * (ROWS * D + 2 * D * 4) // 2)
-    # Its gradient's two copies take more than BF16 does; one scale a tensor serves both GEMMs.
-    assert rows["tensor", "MLP output gradient"].dtype == "bf16"
+    for part in ("attention", "MLP"):
+        row, again = rows["tensor", f"{part} input"], rows["tensor", f"{part} input, for wgrad"]
+        assert (row.dtype, row.count, row.bytes) == ("e4m3", 32, 32 * ROWS * D // 2)
+        assert (again.dtype, again.count, again.bytes) == ("e4m3", 32, row.bytes)
+        # 1×128 blocks: a scale a row; 128×1: a scale for each column and 128 rows.
+        assert rows["tensor", f"{part} input scales"].bytes == 32 * ROWS * 4 // 2
+        assert rows["tensor", f"{part} input scales, for wgrad"].bytes == 32 * 2 * D * 4 // 2
+        assert rows["tensor", f"{part} output gradient"].dtype == "bf16"
+    assert rows["tensor", "head input"].dtype == "bf16"
     current = traffic(Layout(tensor=2, sequence=True), "precision=fp8_current")
-    assert current["tensor", "MLP output gradient"].dtype == "e5m2"
+    assert not [what for _, what in current if "scales" in what]  # each rank has the tensor's
 
 
-def test_linears_of_different_formats_each_have_theirs() -> None:
-    config = compose(*BATCH, "precision=fp8_current", "precision.exclude=[*.k_proj]")
-    rows = communication(config, Layout(tensor=2, sequence=True), 0)
-    inputs = [row for row in rows if row.what == "attention input"]
-    assert sorted(row.dtype for row in inputs) == ["bf16", "e4m3"]
+def test_a_copy_in_bf16_travels_as_such() -> None:
+    rows = traffic(Layout(tensor=2, sequence=True), "precision=fp8_rowwise_bf16_wgrad")
+    assert rows["tensor", "MLP input"].dtype == "e4m3"
+    assert rows["tensor", "MLP input, for wgrad"].bytes == 32 * ROWS * D * 2 // 2
 
 
-def test_what_is_kept_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "GATHERS_AGAIN", False)
-    rows = traffic(Layout(tensor=2, sequence=True), "precision=bf16")
-    assert not [what for _, what in rows if "wgrad" in what]
+def test_linears_that_do_not_agree_take_bf16() -> None:
+    mixed = ("precision=fp8_current", "precision.exclude=[*.k_proj]")
+    rows = traffic(Layout(tensor=2, sequence=True), *mixed)
+    assert rows["tensor", "attention input"].dtype == "bf16"
+    assert ("tensor", "attention input, for wgrad") not in rows
+    assert rows["tensor", "MLP input"].dtype == "e4m3"
+    te = ("precision=fp8_current", "precision.backend=transformer_engine")
+    assert traffic(Layout(tensor=2, sequence=True), *te)["tensor", "MLP input"].dtype == "bf16"
+
+
+def test_tied_embeddings_exchange_their_gradients() -> None:
+    for pipeline in (0, 1, 2):
+        layout, tied = Layout(pipeline=3, shard=2), "model.tie_embeddings=true"
+        row = traffic(layout, tied, pipeline=pipeline).get(
+            ("pipeline", "tied embedding's gradient")
+        )
+        assert row is None if pipeline == 1 else row is not None
+        assert row is None or (row.collective, row.bytes) == ("send", 4 * 320 * 128 // 2)
+
+
+def test_more_stages_than_stay_are_gathered_again() -> None:
+    given = ("model.num_layers=10", "parallel.pipeline_schedule=interleaved", "precision=bf16")
+    few = traffic(Layout(pipeline=2, virtual_stages=2, shard=2), *given)["shard", "weights"]
+    many = traffic(Layout(pipeline=2, virtual_stages=5, shard=2), *given)["shard", "weights"]
+    assert few.count == 6 + 1  # its blocks, and the embedding's group
+    assert many.count > 5 + 1
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -110,8 +129,8 @@ def test_context_parallelism_by_hand() -> None:
     rows = traffic(Layout(context=4), "precision=bf16")
     whole = ROWS * 64 * 2
     keys, grads = rows["context", "keys and values"], rows["context", "their gradients"]
-    assert (keys.collective, keys.count, keys.bytes) == ("all-gather", 64, 64 * whole * 3 // 4)
-    assert (grads.collective, grads.count, grads.bytes) == ("reduce-scatter", 64, keys.bytes)
+    assert (keys.collective, keys.count, keys.bytes) == ("all-gather", 32, 2 * 32 * whole * 3 // 4)
+    assert (grads.collective, grads.count, grads.bytes) == ("all-to-all", 32, keys.bytes)
 
 
 def test_pipeline_by_hand() -> None:
@@ -183,18 +202,17 @@ def test_amaxes_of_tensors_that_are_divided() -> None:
     assert amaxes(Layout(tensor=2, sequence=True), given) == {
         ("tensor", "inputs"): (4, 16),
         ("tensor", "weights"): (7, 28),
-        ("tensor", "grad outputs"): (7, 28),
+        ("tensor", "grad outputs"): (5, 20),
     }
     assert amaxes(Layout(tensor=2, sequence=True), given, "precision.amax_groups=te") == {
         ("tensor", "inputs"): (2, 8),
-        ("tensor", "grad outputs"): (2, 8),
     }
     assert amaxes(Layout(context=2), given) == {
-        ("context", "inputs"): (4, 16),
+        ("context", "inputs"): (7, 28),
         ("context", "grad outputs"): (7, 28),
     }
     assert amaxes(Layout(tensor=2, context=2), given) == {
-        ("context", "inputs"): (2, 8),
+        ("context", "inputs"): (5, 20),
         ("context × tensor", "inputs"): (2, 12),
         ("tensor", "weights"): (7, 28),
         ("context", "grad outputs"): (2, 8),

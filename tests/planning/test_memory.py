@@ -90,7 +90,9 @@ def test_zero_bubble_keeps_wgrads_that_wait() -> None:
     zero_bubble = (*overrides, "parallel.pipeline_schedule=zero_bubble")
     for stage, waiting in enumerate((0, 1, 2, 3)):
         plain, found = (held(layout, *given, pipeline=stage) for given in (overrides, zero_bubble))
-        extra = waiting * total(counts.wgrad_operands(stage))
+        operands = counts.wgrad_operands(stage)
+        operands += counts.head_wgrad_operands() if stage == 3 else []
+        extra = waiting * total(operands)
         assert found.activations == plain.activations + extra
 
 
@@ -116,6 +118,14 @@ def test_cached_weights_stay_for_the_step(mode: str) -> None:
     plain: Any = held(layout, *given)
     rounds = {"none": 2 * 2, "full": 1}[mode]  # micro batches and blocks, or the one that runs
     assert plain.quantized_weights == rounds * total(counts.weight_copies(0))
+
+
+def test_of_many_stages_three_are_gathered() -> None:
+    given = ("trainer.global_batch_size=32", "parallel.pipeline_schedule=interleaved")
+    given = (*given, "model.num_layers=10")
+    found = held(Layout(pipeline=2, virtual_stages=5), *given, pipeline=1)
+    assert found.weights == 2 * (3 * BLOCK + 320 * 128 + 128)
+    assert found.parameters == 5 * BLOCK + 320 * 128 + 128
 
 
 def test_tied_embeddings_count_once_on_one_rank() -> None:
