@@ -8,8 +8,9 @@ ranks of a context group hold the same parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from fp8train.config import Config, ConfigError, ModelConfig, ParallelConfig
 
@@ -39,9 +40,16 @@ class Layout:
     sequence: bool = False
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int) -> Layout:
+    def of(
+        cls,
+        parallel: ParallelConfig,
+        world_size: int,
+        fits: Callable[[Layout], bool] = lambda layout: True,
+    ) -> Layout:
         """The layout of a configuration, its −1 filled in.
 
+        Args:
+            fits: whether a layout could be named instead, where this one is not possible.
         Raises:
             ConfigError: the sizes don't multiply to the world size; names the nearest that do.
         """
@@ -49,8 +57,17 @@ class Layout:
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ConfigError(
-                "parallel.replicate=-1 and parallel.shard=-1: one of them must be a number"
+                "parallel.replicate=-1 and parallel.shard=-1: one of them must be a number, as "
+                "parallel.replicate=1"
             )
+
+        def built(sizes: dict[str, int]) -> Layout:
+            return cls(
+                **sizes,
+                virtual_stages=parallel.virtual_stages,
+                sequence=parallel.sequence and sizes["tensor"] > 1,
+            )
+
         known = math.prod(size for size in sizes.values() if size != -1)
         if free:
             sizes[free[0]] = world_size // known
@@ -60,16 +77,16 @@ class Layout:
                 for name in SIZES
                 if getattr(parallel, name) != 1 or name == "shard"
             )
+            wanted = sizes | dict.fromkeys(free, -1)
+            nearest = nearest_layouts(wanted, world_size, lambda sizes: fits(built(sizes)))
+            # Where no layout fits, the line for one that multiplies says why.
+            nearest = nearest or nearest_layouts(wanted, world_size)
             raise ConfigError(
                 f"{asked} needs {'a multiple of ' if free else ''}{known} processes and there "
                 f"{'is' if world_size == 1 else 'are'} {world_size}: start as many, or set "
-                f"{' or '.join(nearest_layouts(sizes | dict.fromkeys(free, 1), world_size))}"
+                f"{' or '.join(nearest)}"
             )
-        return cls(
-            **sizes,
-            virtual_stages=parallel.virtual_stages,
-            sequence=parallel.sequence and sizes["tensor"] > 1,
-        )
+        return built(sizes)
 
     @property
     def world_size(self) -> int:
@@ -121,19 +138,34 @@ class Place:
     data: int
 
 
-def nearest_layouts(asked: dict[str, int], world_size: int, count: int = 3) -> list[str]:
-    """Layouts of a world size with the least change to the sizes asked for, as overrides."""
+def nearest_layouts(
+    asked: dict[str, int],
+    world_size: int,
+    fits: Callable[[dict[str, int]], bool] = lambda sizes: True,
+    count: int = 3,
+) -> list[str]:
+    """Layouts of a world size with the least change to the sizes asked for, as overrides.
+
+    Args:
+        asked: sizes by name; -1: whatever the others leave.
+        fits: whether sizes come into question.
+    """
 
     def distance(sizes: tuple[int, ...]) -> tuple[int, float, tuple[int, ...]]:
-        changed = [math.log2(new / asked[name]) for name, new in zip(SIZES, sizes, strict=True)]
+        changed = [
+            math.log2(new / asked[name])
+            for name, new in zip(SIZES, sizes, strict=True)
+            if asked[name] != -1
+        ]
         return sum(map(bool, changed)), sum(map(abs, changed)), sizes
 
-    best = sorted(_products(world_size, len(SIZES)), key=distance)[:count]
+    layouts = sorted(_products(world_size, len(SIZES)), key=distance)
+    best = islice((sizes for sizes in layouts if fits(dict(zip(SIZES, sizes, strict=True)))), count)
     return [
         " ".join(
             f"parallel.{name}={new}"
             for name, new in zip(SIZES, sizes, strict=True)
-            if new != asked[name]
+            if asked[name] not in (new, -1)
         )
         for sizes in best
     ]

@@ -9,7 +9,7 @@ them behind compute, but it merges c partial softmaxes; here a row meets its key
 in a single process, and rounds as there. What isn't hidden is small: with grouped queries K and V
 are G/H of Q's size, and they grow with T where attention grows with T². The price is memory: a
 layer keeps 2·B·G·T·K values for its backward where a ring keeps them divided by c. Backward has
-two FP32 copies of that, for one layer at a time.
+three times as many gradients, for one layer at a time: its own, those it sends and those it gets.
 
 Source: The Llama 3 Herd of Models (arXiv 2407.21783), 3.3.2, both of the chunks and the all-gather.
 """
@@ -69,21 +69,21 @@ class _Prefixes(torch.autograd.Function):
     def backward(ctx: Any, first: Tensor, last: Tensor) -> tuple[Tensor, None]:
         """The sum over ranks of the gradients of this rank's K and V.
 
-        In FP32 and in rank order, whatever the collective library: each rank rounds once what it
-        sends, and the sum is rounded once.
+        In FP32 and in rank order, whatever the collective library, and rounded once. What a rank
+        sends is a sum of two values at most, which their own dtype rounds once as well.
         """
         group: dist.ProcessGroup = ctx.group
-        context, dtype = group.size(), first.dtype
-        own = first.new_zeros(*first.shape[:3], ctx.length, first.shape[4], dtype=torch.float32)
+        context = group.size()
+        own = first.new_zeros(*first.shape[:3], ctx.length, first.shape[4])
         own[:, :, :, : last.shape[3]] = last
         own[:, :, :, : first.shape[3]] += first
-        sent = torch.stack([take(own, 3, context, rank) for rank in range(context)]).to(dtype)
+        sent = torch.stack([take(own, 3, context, rank) for rank in range(context)])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         total = torch.zeros_like(received[0], dtype=torch.float32)
         for part in received:
             total.add_(part)
-        return total.to(dtype), None
+        return total.to(first.dtype), None
 
 
 class ContextAttentionCore(nn.Module):

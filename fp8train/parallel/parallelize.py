@@ -150,14 +150,8 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
     layout = Layout.of(config.parallel, torch.distributed.get_world_size())
     mesh = Mesh.of(layout, device)
     reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
-    plans = plan(linear_names(meta_model(config.model, device)), config.precision)
-    blocks = stage_blocks(config.model, layout.stages)
-    parts = [
-        build_part(index, blocks[index], config, mesh, plans, device, backend)
-        for index in layout.stages_of(mesh.place.pipeline)
-    ]
+    parts = sharded_parts(config, mesh, device, backend, reduction)
     for part in parts:
-        shard(part.model, config, mesh, reduction)
         part.model.to_empty(device=device)
         initialize(part.model, config.model, config.trainer.seed)
     return ParallelModel(
@@ -168,6 +162,25 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
         reduction,
         tied_across_stages=config.model.tie_embeddings and layout.pipeline > 1,
     )
+
+
+def sharded_parts(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    backend: str,
+    reduction: AllToAllReduceScatter,
+) -> list[Part]:
+    """This rank's stages on the meta device, steps 1 to 7."""
+    layout, model = mesh.layout, config.model
+    plans = plan(linear_names(meta_model(model, device)), config.precision)
+    blocks = stage_blocks(model, layout.stages)
+    parts = []
+    for index in layout.stages_of(mesh.place.pipeline):
+        part = build_part(index, blocks[index], config, mesh, plans, device, backend)
+        shard(part.model, config, mesh, reduction)
+        parts.append(part)
+    return parts
 
 
 def build_part(

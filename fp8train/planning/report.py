@@ -118,8 +118,8 @@ def _print_memory(
         first = kinds[0][0]
         table.add_row(
             named(layout, sorted(rank for _, ranks in kinds for rank in ranks)),
-            f"{first.parameters:,}",
-            f"{first.sharded_parameters:,}",
+            f"{first.parameters / 1e6:,.1f} M",
+            f"{first.sharded_parameters / 1e6:,.1f} M",
             *(span([getattr(held, part) for held, _ in kinds]) for part in (*PARTS, "total")),
         )
     console.print(table)

@@ -18,9 +18,10 @@ from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
 from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
-from fp8train.rules import check
+from fp8train.rules import check, warnings
 from fp8train.training import checkpoint
 from fp8train.training.checkpoint import Progress
+from fp8train.training.dry_run import dry_run
 from fp8train.training.learner import Learner
 from fp8train.training.reporter import Reporter
 from fp8train.training.run_folder import RunFolder
@@ -37,7 +38,12 @@ def train(config: Config) -> int:
     ranks = Ranks.from_environment()
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO if ranks.is_first else logging.ERROR)
-    check(config, ranks.world_size)
+    world_size = config.world_size or ranks.world_size
+    check(config, world_size)
+    if config.dry_run:
+        return dry_run(config, world_size) if ranks.is_first else 0
+    for line in warnings(config, ranks.local_world_size):
+        log.warning(line)
     check_wandb_mode()
     device = runtime.choose_device(config.trainer.device, ranks)
     backend = choose_backend(config.precision, device)

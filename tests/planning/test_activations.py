@@ -119,7 +119,7 @@ def test_the_loss() -> None:
         kept = live.total()
         loss.backward()
     sizes = {tensor.name: tensor.size for tensor in counts("precision=bf16").ends(0)}
-    assert kept == pytest.approx(sizes["exponentials of logits"], abs=8 * LENGTH)  # and sums
+    assert kept == pytest.approx(sizes["exponentials of logits"], abs=8 * LENGTH + 4)  # and sums
     assert logits.untyped_storage().nbytes() == sizes["logits"]
     assert logits.grad is not None
     assert logits.grad.untyped_storage().nbytes() == sizes["gradient of logits"]
