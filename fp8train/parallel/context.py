@@ -98,6 +98,7 @@ class ContextAttentionCore(nn.Module):
         super().__init__()
         self.core, self.group = core, group
 
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, H, T/c, K], k and v [B, G, T/c, K] of this rank's positions → [B, H, T/c, K]."""
         prefixes = _Prefixes.apply(torch.stack((k, v)), self.group)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import (
@@ -170,6 +171,7 @@ class Enter:
     def __init__(self, group: dist.ProcessGroup, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *rest = inputs
         return enter(x, self.group, self.sequence), *rest
@@ -178,7 +180,8 @@ class Enter:
 class Leave(Enter):
     """Hook: a module's output, a partial sum, goes to the residual stream."""
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # type: ignore[override]
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return leave(output, self.group, self.sequence)
 
 

@@ -29,7 +29,9 @@ from fp8train.precision.recipes import OPERANDS
 from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.precision.tensor import QuantizedTensor
 from fp8train.rules import BLOCK_SIZES, check
-from tests.parallel.test_layouts import small
+from fp8train.training.checkpoint import Progress
+from fp8train.training.learner import Learner
+from tests.parallel.test_layouts import data_of, small
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -278,6 +280,12 @@ def bits(operand: Operand, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [x.view(torch.int32) for x in both]
 
 
+def equal(ours: Operand, whole: Operand, cut: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an operand is that part of the whole, bit for bit."""
+    pairs = zip(bits(ours, lambda x: x), bits(whole, cut), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
 def references(path: Path) -> None:
     """Every case in one process, written to a file."""
     torch.save({case: run(configuration(case), watched=True) for case in CASES}, path)
@@ -334,8 +342,7 @@ def compare_one(case: str, layout: str, whole: Run) -> Found:
             name = f"{layer.rpartition('.')[2]} {role} {kind}"
             theirs = expected.operands[key]
             compared += 1
-            pairs = zip(bits(operand, lambda x: x), bits(theirs, cut), strict=True)
-            if not all(torch.equal(a, b) for a, b in pairs):
+            if not equal(operand, theirs, cut):
                 different.append(name)
             if isinstance(theirs, QuantizedTensor):
                 values = theirs.dequantize().abs()
@@ -478,3 +485,57 @@ def test_what_travels(found: Everything, layout: str, case: str) -> None:
             expected = [(torch.bfloat16, hidden // sizes.tensor)] if sizes.sequence else []
             assert [(each.dtype, each.values) for each in again] == expected
             assert not [each for each in gathers if each.when == f"{last}.forward"]
+
+
+# --- as training tells it --------------------------------------------------------------------
+
+FIRST = "layers.0.self_attn.q_proj"
+SAMPLES = 4
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2": (2, {}),
+    "CP2": (2, {"context": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "CP2 x DP2": (4, {"context": 2}),
+}
+
+
+def first_input(sizes: dict[str, Any], samples: int) -> tuple[Place, Operand, Operand]:
+    """The operands of the first linear's fprop in a step of training; no rounding comes before.
+
+    Block scales, so that a sample's don't depend on which others are beside it.
+    """
+    config = small(num_layers=1, hidden_size=128, **sizes)
+    config.precision = PrecisionConfig(recipe="mxfp8", stochastic_rounding=[*ROLES])
+    config.trainer.sequence_length = 128
+    config.trainer.micro_batch_size, config.trainer.global_batch_size = samples, SAMPLES
+    check(config, torch.distributed.get_world_size())
+    parallel = parallelize(config, CPU)
+    recorder = Recorder(parallel.numerics()[FIRST].gemms)
+    parallel.numerics()[FIRST].gemms = recorder
+    learner = Learner(config, CPU, data_of(config), Progress(), parallel)
+    learner.step()
+    return parallel.mesh.place, *recorder.seen["fprop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_training_draws_the_bits_of_one_process(layout: str) -> None:
+    """Each rank is told which rows of the global micro batch it has."""
+    ranks, sizes = DIVIDED[layout]
+    [(_, input, weight)] = on_ranks(1, first_input, {}, SAMPLES)
+    config = small(**sizes)
+    divided = Layout.of(config.parallel, ranks)
+    for place, our_input, our_weight in on_ranks(
+        ranks, first_input, sizes, SAMPLES // divided.data
+    ):
+        part = Part(divided, place)
+
+        def rows(x: Tensor, part: Part = part) -> Tensor:
+            samples = x.view(SAMPLES, -1, x.shape[1])
+            return part.tokens(samples.chunk(part.layout.data)[part.place.data]).flatten(0, 1)
+
+        def columns(x: Tensor, part: Part = part) -> Tensor:
+            return part.of(FIRST, "weight", x)
+
+        assert equal(our_input, input, rows)
+        assert equal(our_weight, weight, columns)
