@@ -127,6 +127,11 @@ def check(config: Config, world_size: int) -> None:
         value = get(config, key)
         if not value <= most:
             raise ConfigError(f"{key}={value}: must be at most {most}")
+    if config.world_size is not None and not config.dry_run:
+        raise ConfigError(
+            f"world_size={config.world_size} is for dry runs: add dry_run=true, or start as many "
+            f"processes and leave it out"
+        )
     _check_precision(config)
     _check_model_and_data(config)
     _check_parallel(config)

@@ -72,7 +72,7 @@ class ParallelModel:
         mesh: who shares what with whom.
         execution: runs micro batches.
         reduction: counts the gradient bytes this rank sends.
-        tied_across_stages: embedding and head are one parameter, in the first and the last stage.
+        tied: embedding and head are one parameter.
     """
 
     model: nn.Module
@@ -80,7 +80,12 @@ class ParallelModel:
     mesh: Mesh
     execution: Execution
     reduction: AllToAllReduceScatter
-    tied_across_stages: bool = False
+    tied: bool = False
+
+    @property
+    def tied_across_stages(self) -> bool:
+        """Whether the first and the last stage have a copy each of one parameter."""
+        return self.tied and self.mesh.layout.pipeline > 1
 
     def conversions(self) -> list[Conversion]:
         return [part.conversion for part in self.parts]
@@ -160,7 +165,7 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
         mesh,
         execution(parts, config, mesh, device),
         reduction,
-        tied_across_stages=config.model.tie_embeddings and layout.pipeline > 1,
+        config.model.tie_embeddings,
     )
 
 

@@ -34,6 +34,8 @@ MANIFEST = "manifest.json"
 # One entry a parameter instead of a list of them, which would be another list in each stage.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass
 class Progress:
@@ -179,6 +181,8 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
             f"{checkpoint} can't be loaded ({reason}): delete it, and resume=auto takes the one "
             f"before"
         ) from error
+    if parallel.tied:
+        _to_own_names(state, parallel)
     set_model_state_dict(parallel.model, state["model"])
     set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"], options=FLAT)
     for group, configured in zip(optimizer.param_groups, settings, strict=True):
@@ -190,6 +194,29 @@ def _state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[st
         "model": get_model_state_dict(parallel.model),
         "optimizer": get_optimizer_state_dict(parallel.model, optimizer, options=FLAT),
     }
+    if parallel.tied:
+        _to_one_name(state)
     if delayed := parallel.delayed_state():
         state["delayed_scaling"] = delayed
     return state
+
+
+def _to_one_name(state: dict[str, Any]) -> None:
+    """Call a tied parameter by the embedding's name alone, on every stage that has it."""
+    for group in ("model", "optimizer"):
+        values: dict[str, Any] = state[group]
+        if any(EMBEDDING in key for key in values):
+            state[group] = {key: value for key, value in values.items() if HEAD not in key}
+        else:
+            state[group] = {key.replace(HEAD, EMBEDDING): value for key, value in values.items()}
+
+
+def _to_own_names(state: dict[str, Any], parallel: ParallelModel) -> None:
+    """The reverse: by the names that this rank's modules have for it."""
+    here = dict(parallel.model.named_parameters(remove_duplicate=False))
+    if EMBEDDING not in here:
+        for group in ("model", "optimizer"):
+            values: dict[str, Any] = state[group]
+            state[group] = {key.replace(EMBEDDING, HEAD): value for key, value in values.items()}
+    elif HEAD in here:
+        state["model"][HEAD] = state["model"][EMBEDDING]

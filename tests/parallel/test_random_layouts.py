@@ -98,7 +98,7 @@ def alone(drawn: Draw) -> list[tuple[float, float]]:
     return result
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(draws())
 def test_the_draws_are_a_mix(drawn: Draw) -> None:
     """Each is taken or refused in one line. A layout is never taken whose sizes don't multiply."""
