@@ -84,7 +84,7 @@ AT_LEAST = {
     "precision.telemetry.every": 0,
 }
 BLOCK_SIZES = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
-TE_MULTIPLE = 16  # of every size of Transformer Engine's GEMMs
+TE_MULTIPLE = 16  # of the tokens that Transformer Engine's GEMMs get
 AT_MOST = {
     "trainer.seed": 2**63 - 1,
     "trainer.loss_scale.value": LARGEST_LOSS_SCALE,
@@ -285,6 +285,14 @@ def _check_parallel(config: Config) -> None:
 
 def _check_layout(config: Config, layout: Layout) -> None:
     """Whether the model, its recipes and the batch can be divided in this way."""
+    if config.precision.backend == "transformer_engine":
+        for name in ("tensor", "context"):
+            if (size := getattr(layout, name)) > 1:
+                raise ConfigError(
+                    f"precision.backend=transformer_engine does not run with parallel.{name}="
+                    f"{size}: its layers would scale each rank's part by itself; use "
+                    f"precision.backend=torch or emulated, or parallel.{name}=1"
+                )
     _check_tensor(config, layout.tensor)
     _check_sequence(config, layout)
     _check_pipeline(config, layout)
@@ -308,8 +316,6 @@ def _tensor_parts(config: Config) -> list[tuple[str, int, int, str]]:
     # A scale's block must not straddle ranks: its values would be on two of them.
     recipe, multiple = _largest_block(recipes_used(precision))
     why = f"blocks of {multiple} in {recipe} must not straddle ranks"
-    if precision.backend == "transformer_engine" and multiple < TE_MULTIPLE:
-        multiple, why = TE_MULTIPLE, f"Transformer Engine's GEMMs need multiples of {TE_MULTIPLE}"
     keys = model.hidden_size // model.num_heads * model.num_kv_heads
     vocabulary = []
     if _matches("lm_head", precision.include) and not _matches("lm_head", precision.exclude):
@@ -377,12 +383,12 @@ def _sequence_multiples(config: Config, layout: Layout) -> list[tuple[int, str]]
         found.append((parts, f"{by}={parts}, over which parallel.sequence=true divides it"))
     if precision.backend == "transformer_engine":
         rows = 32 if precision.recipe == "mxfp8" else TE_MULTIPLE
-        each = context * rows // math.gcd(micro, rows)
+        each = rows // math.gcd(micro, rows)
         found.append(
             (
                 each,
                 f"{each}: precision.backend=transformer_engine needs a multiple of {rows} tokens "
-                f"a micro batch and rank, and trainer.micro_batch_size={micro}",
+                f"a micro batch, and trainer.micro_batch_size={micro}",
             )
         )
     return found

@@ -310,26 +310,24 @@ REFUSED: dict[str, tuple[int, str, str, list[str]]] = {
         "parallel.activation_checkpoint=full does not run with precision.backend=transformer_eng",
         ["parallel.activation_checkpoint=none", "precision.backend=emulated"],
     ),
-    "Transformer Engine, parts of matrices": (
+    "Transformer Engine, tensor parallel": (
         4,
         "parallel.tensor=4 precision=fp8_current precision.backend=transformer_engine",
-        "leaves each rank 24 of model.hidden_size (96), and Transformer Engine's GEMMs need "
-        "multiples of 16: ",
-        ["parallel.tensor=2"],
+        "precision.backend=transformer_engine does not run with parallel.tensor=4: ",
+        ["precision.backend=emulated", "parallel.tensor=1"],
     ),
     "Transformer Engine, tokens": (
         1,
         "precision=mxfp8 precision.backend=transformer_engine trainer.sequence_length=40",
         "trainer.sequence_length=40 is not a multiple of 16: precision.backend=transformer_engine "
-        "needs a multiple of 32 tokens a micro batch and rank, and trainer.micro_batch_size=2: ",
+        "needs a multiple of 32 tokens a micro batch, and trainer.micro_batch_size=2: ",
         ["trainer.sequence_length=32", "trainer.sequence_length=48"],
     ),
-    "Transformer Engine, tokens of a context rank": (
+    "Transformer Engine, context parallel": (
         4,
-        "precision=fp8_current precision.backend=transformer_engine parallel.context=4 "
-        "trainer.micro_batch_size=1 trainer.sequence_length=72",
-        "trainer.sequence_length=72 is not a multiple of 64: ",
-        ["trainer.sequence_length=64", "trainer.sequence_length=128"],
+        "precision=fp8_current precision.backend=transformer_engine parallel.context=4",
+        "precision.backend=transformer_engine does not run with parallel.context=4: ",
+        ["precision.backend=emulated", "parallel.context=1"],
     ),
 }
 

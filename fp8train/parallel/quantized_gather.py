@@ -23,7 +23,8 @@ from fp8train.parallel.collectives import all_gather, reduce_scatter
 from fp8train.precision.formats import cast, decode
 from fp8train.precision.linear import ArrivingInput, QuantizedLinear
 from fp8train.precision.plan import LayerPlan
-from fp8train.precision.quantizers import Operand
+from fp8train.precision.quantize import folds
+from fp8train.precision.quantizers import Operand, Scaled
 from fp8train.precision.recipes import NVFP4Scaling, Recipe
 from fp8train.precision.tensor import QuantizedTensor, spread
 
@@ -87,8 +88,38 @@ class EnterQuantized:
         for other in others:  # the same values, of which each keeps its own history
             other.numerics.saw("input", rows, row, training=other.training)
         stand_in = _StandIn.apply(x, self.group)
-        join = Join(self.group, batch, len(self.linears))
-        return ArrivingInput(stand_in, gather_operand(row, self.group, batch), column, join)
+        join = Join(self, batch, len(self.linears))
+        return ArrivingInput(stand_in, self.whole(row, batch), column, join)
+
+    def whole(self, part: Operand, batch: int) -> Operand:
+        """The operand [B·T, K] of which each rank has the rows of its part of T, [B·T/t, K]."""
+
+        def rows(x: Tensor) -> Tensor:
+            return all_gather(x.reshape(batch, -1, x.shape[-1]), self.group).flatten(0, 1)
+
+        if isinstance(part, Tensor):
+            return rows(part)
+        codes = cast(part.grid_values(), part.fmt)
+        values = decode(rows(codes.view(torch.uint8)).view(codes.dtype), part.fmt)
+        # One block down all rows: every rank has its scales already.
+        scale_inv = part.scale_inv if part.granularity.rows is None else rows(part.scale_inv)
+        folded = self.folds(part, scale_inv)
+        if folded:
+            values = values * spread(scale_inv, part.granularity, *values.shape)
+        return replace(
+            part,
+            payload=values.to(part.payload.dtype).contiguous(),
+            scale_inv=scale_inv,
+            folded=folded,
+        )
+
+    def folds(self, part: QuantizedTensor, scale_inv: Tensor) -> bool:
+        """Whether the whole operand's values are multiplied by its scales, as in one process."""
+        quantizer = self.linears[0].numerics.quantizers["input"]
+        if part.tensor_scale_inv is not None or not isinstance(quantizer, Scaled):
+            return part.folded
+        rule = quantizer.recipe.rule
+        return folds(quantizer.payload, part.fmt, part.granularity, rule, scale_inv)
 
 
 class _StandIn(torch.autograd.Function):
@@ -111,12 +142,12 @@ class Join:
     """Puts the parts of a column-wise copy together, once for all linears that take it.
 
     Attributes:
-        group: ranks that hold the parts.
+        enter: who gathers.
         batch: B.
         consumers: linears that will ask.
     """
 
-    group: dist.ProcessGroup
+    enter: EnterQuantized
     batch: int
     consumers: int
     joined: Operand | None = None
@@ -125,32 +156,8 @@ class Join:
         """The whole copy, from this rank's part."""
         whole = self.joined
         if whole is None:
-            whole = gather_operand(part, self.group, self.batch)
+            whole = self.enter.whole(part, self.batch)
         self.consumers -= 1
         self.joined = whole if self.consumers else None
         return whole
 
-
-def gather_operand(part: Operand, group: dist.ProcessGroup, batch: int) -> Operand:
-    """The operand [B·T, K] of which each rank has the rows of its part of T, [B·T/t, K]."""
-
-    def rows(x: Tensor) -> Tensor:
-        return all_gather(x.reshape(batch, -1, x.shape[-1]), group).flatten(0, 1)
-
-    if isinstance(part, Tensor):
-        return rows(part)
-    codes = cast(part.grid_values(), part.fmt)
-    gathered = rows(codes.view(torch.uint8)).view(codes.dtype)
-    # One block down all rows: every rank has its scales already.
-    scale_inv = part.scale_inv if part.granularity.rows is None else rows(part.scale_inv)
-    payload = decode(gathered, part.fmt)[:, : part.payload.shape[1]]
-    if part.folded:
-        payload = payload * spread(scale_inv, part.granularity, *payload.shape)
-    return QuantizedTensor(
-        payload.to(part.payload.dtype).contiguous(),
-        scale_inv,
-        part.fmt,
-        part.granularity,
-        part.tensor_scale_inv,
-        part.folded,
-    )

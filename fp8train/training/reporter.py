@@ -140,6 +140,7 @@ class Reporter:
             "fp8_flop_fraction": self.fp8_fraction,
             "parameters": self.parameters,
             "world_size": self.ranks.world_size,
+            "layout": str(self.learner.mesh.layout),
             "data_fingerprint": self.data_id,
         }
         if self.wandb:

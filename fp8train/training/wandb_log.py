@@ -15,6 +15,7 @@ import wandb
 from wandb.errors import Error as WandbError
 
 from fp8train.config import Config
+from fp8train.layout import SIZES, Layout
 from fp8train.rules import gradient_reduction
 
 INIT_TIMEOUT = 15.0  # seconds to wait for the server before going offline
@@ -25,6 +26,11 @@ class WandbLog:
     """One W&B run; `id` identifies it on a resume. Rank 0 only."""
 
     def __init__(self, config: Config, folder: Path, world_size: int, run_id: str | None) -> None:
+        layout = Layout.of(config.parallel, world_size)
+
+        def shown(name: str) -> bool:
+            return name == "shard" or getattr(layout, name) > 1
+
         arguments: dict[str, Any] = {
             "project": config.logging.wandb.project,
             "name": config.run.name,
@@ -32,7 +38,7 @@ class WandbLog:
             "tags": [
                 config.precision.recipe,
                 config.run.recipe or config.model.name,
-                f"shard{world_size}",
+                *(f"{name}{getattr(layout, name)}" for name in SIZES if shown(name)),
                 f"reduce-{gradient_reduction(config)}",
             ],
             "config": asdict(config),

@@ -25,8 +25,8 @@ FILE = Path(__file__).with_name("golden.json")
 WRITE = "python -m tests.parallel.test_golden --write"
 STEPS = 5
 RUNS: dict[str, tuple[int, Config]] = {
-    "fp32, one process": (1, small()),
-    "fp8_current, TP2 x PP2": (4, small("fp8_current", tensor=2, pipeline=2)),
+    "fp32, one process": (1, small(global_batch_size=16)),
+    "fp8_current, TP2 x PP2": (4, small("fp8_current", tensor=2, pipeline=2, global_batch_size=16)),
 }
 # Of losses and gradient norms, relative. Seen to move the norms, and losses by less than a quarter:
 # in FP32, torch without vector instructions and oneDNN with AVX2 alone, 1e-7; in FP8, where such
@@ -100,7 +100,8 @@ def test_a_scale_that_is_off_by_one_percent_is_seen() -> None:
     ranks, config = RUNS[name]
     found = on_ranks(ranks, with_wrong_scales, config, ranks)[0]
     assert "say in CHANGELOG.md" in differs(name, found)
-    alone = differs("fp32, one process", on_ranks(1, with_wrong_scales, small(), 1)[0])
+    ranks, config = RUNS["fp32, one process"]
+    alone = differs("fp32, one process", on_ranks(ranks, with_wrong_scales, config, ranks)[0])
     assert not alone, "FP32 has no scales"
 
 

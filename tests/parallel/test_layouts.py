@@ -34,7 +34,7 @@ def small(precision: str = "fp32", **overrides: Any) -> Config:
     )
     config.precision = PrecisionConfig(recipe=precision)
     config.data.tokenizer = "none"
-    config.trainer.sequence_length, config.trainer.global_batch_size = 16, 16
+    config.trainer.sequence_length, config.trainer.global_batch_size = 16, 8
     config.trainer.micro_batch_size, config.trainer.validation_samples = 2, 6
     config.trainer.steps = STEPS
     config.schedule.warmup_steps = 2
@@ -101,7 +101,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2 x PP2": (4, {"context": 2, "pipeline": 2}),
     "TP2 x PP2 x DP2": (8, {"tensor": 2, "pipeline": 2}),
     "TP2 x CP2 x PP2": (8, {"tensor": 2, "context": 2, "pipeline": 2}),
-    "one micro batch a step": (2, {"tensor": 2, "micro_batch_size": 16}),
+    "one micro batch a step": (2, {"tensor": 2, "micro_batch_size": 8}),
     "TP2 tied": (2, {"tensor": 2, "tie_embeddings": True}),
     "PP2 tied": (2, {"pipeline": 2, "tie_embeddings": True}),
     "TP2 x PP2 tied": (4, {"tensor": 2, "pipeline": 2, "tie_embeddings": True}),

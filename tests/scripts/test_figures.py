@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,15 @@ def test_the_gap_table_refuses_recipes(recipes: str, message: str, repo: Path, t
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_table_of_layouts(repo: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(repo / "scripts" / "layout_table.py"), "--steps", "1"]
+    command += ["--recipes", "fp32", "mxfp8", "--layouts", "TP2", "--json", "table.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    noise, row = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert noise["layout"] == "noise" and row["layout"] == "TP2"
+    assert 0 < noise["differences"]["fp32"] < noise["differences"]["mxfp8"] < 0.1
+    assert row["differences"].keys() == {"fp32", "mxfp8"}

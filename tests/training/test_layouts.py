@@ -13,13 +13,15 @@ PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 
 
 def losses(launcher: Launcher, name: str, *layouts: tuple[int, tuple[str, ...]]) -> list[float]:
-    """The losses of six steps, the first three on one layout and the rest on the last."""
-    for steps, (processes, layout) in zip((3, 6), (layouts * 2)[:2], strict=True):
-        resume = "none" if steps == 3 else "auto"
+    """The losses of six steps: of one layout, or of two with three steps each."""
+    for number, (processes, layout) in enumerate(layouts, 1):
         done = launcher.train(
             name,
             *(*TIED, *layout, "precision=fp8_delayed", "gradients.reduce=fp32"),
-            *(f"trainer.steps={steps}", f"resume={resume}"),
+            *(
+                f"trainer.steps={6 * number // len(layouts)}",
+                f"resume={'auto' if number > 1 else 'none'}",
+            ),
             processes=processes,
         )
         assert done.code == 0, done.err
