@@ -49,7 +49,7 @@ def test_one_rank() -> None:
     assert "one rank: nothing to send" in text
     assert rows["communication"] == []
     assert rows["layout"]["tensor"] == 1
-    assert "1,066,112" in text
+    assert "1.1 M" in text
 
 
 def test_every_kind_of_rank_has_its_rows() -> None:
