@@ -93,14 +93,20 @@ class Pipelined:
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.weight = 1.0
-        self.schedule = make(lambda logits, targets: loss(logits, targets) * self.weight)
+        self.losses: list[Tensor] = []  # of a step's micro batches, where this rank has the logits
+        self.schedule = make(self._weighted)
+
+    def _weighted(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss(logits, targets)
+        self.losses.append(loss.detach())
+        return loss * self.weight
 
     def train(
         self, batches: list[MicroBatch], weight: float, before: Callable[[MicroBatch], None]
     ) -> Tensor:
         """As `Execution.train`."""
         self.weight = weight
-        return self._run(self.schedule.step, batches, before) / weight
+        return self._run(self.schedule.step, batches, before)
 
     def evaluate(self, batches: list[MicroBatch], before: Callable[[MicroBatch], None]) -> Tensor:
         """As `Execution.evaluate`. A schedule has a fixed number of micro batches: missing ones are
@@ -122,9 +128,9 @@ class Pipelined:
     ) -> Tensor:
         for stage in self.stages:
             stage.before = lambda number: before(batches[number])
-        losses: list[Tensor] = []
+        self.losses.clear()
         tokens = [torch.cat([batch.tokens for batch in batches])] if self.first else []
         targets = torch.cat([batch.targets for batch in batches]) if self.last else None
-        step(*tokens, target=targets, losses=losses, return_outputs=False)
+        step(*tokens, target=targets, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
-        return sum((loss.detach() for loss in losses), total)
+        return sum(self.losses, total)

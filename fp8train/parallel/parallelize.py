@@ -106,6 +106,12 @@ class ParallelModel:
                 state |= conversion.delayed.state_dict()
         return state
 
+    def replica_bytes(self) -> int:
+        """Bytes that FSDP's all-reduce of FP32 shards between replicas sends in a step."""
+        copies = self.mesh.layout.replicate
+        shards = [p.to_local() for p in self.model.parameters() if isinstance(p, DTensor)]
+        return 2 * (copies - 1) * 4 * sum(shard.numel() for shard in shards) // copies
+
     def release_weights(self) -> None:
         """Free the gathered weights, which FSDP2 keeps for a backward, after a forward that has
         none."""

@@ -90,6 +90,8 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """As the base class's; then add up in FP32, which FSDP does in backward's hooks only."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if not self.has_backward:  # an evaluation
+            return
         if isinstance(self.submod, FSDPModule):  # reached as in `perform_reduce_grad`
             states = fully_shard.state(self.submod)._state_ctx.all_states  # type: ignore[attr-defined]
             for state in states:

@@ -3,7 +3,8 @@
 Each tensor rank quantises its tokens, with scales that it shares with the others where blocks are
 larger than its part, and the bytes are gathered: the row-wise copy in forward, the column-wise one
 in backward, when the weight gradient asks for it. Kept in between is a rank's own part. Scales and
-payloads are those of the whole input, bit for bit.
+payloads are those of the whole input, bit for bit; but for NaN under NVFP4, whose E2M1 has none: it
+travels as 6. The residual stream still takes it to the loss.
 
 Partial sums, which reduce-scatters add up, stay in BF16 or FP32.
 """
@@ -160,4 +161,3 @@ class Join:
         self.consumers -= 1
         self.joined = whole if self.consumers else None
         return whole
-

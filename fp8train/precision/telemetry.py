@@ -35,13 +35,23 @@ class Telemetry:
     """Observes a model's quantised layers at step 1 and at every multiple of `every`.
 
     Args:
-        numerics: of the layers, by full name; the same ones in the same order on every rank.
+        numerics: of this rank's layers, by full name; the same ones in the same order on every
+            rank of a group that shares samples.
         every: steps between samples; 0: never.
         device: where the layers run.
+        elsewhere: other ranks have such layers, where this one may have none.
     """
 
-    def __init__(self, numerics: dict[str, Numerics], every: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        numerics: dict[str, Numerics],
+        every: int,
+        device: torch.device,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
         self.numerics, self.every, self.device = numerics, every, device
+        self.elsewhere = elsewhere
         self.sampling = False
         self.seen: dict[tuple[str, str], list[Piece]] = {}
         self.scratch = Scratch()
@@ -49,7 +59,7 @@ class Telemetry:
     @property
     def on(self) -> bool:
         """Whether there is anything to observe, ever."""
-        return bool(self.numerics) and self.every > 0
+        return (bool(self.numerics) or self.elsewhere) and self.every > 0
 
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, is sampled."""
@@ -77,6 +87,8 @@ class Telemetry:
         keys = list(product(self.numerics, ROLES))
         found = [total(self.seen.get(key, [])) for key in keys]
         self.seen, self.scratch, self.sampling = {}, Scratch(), False
+        if not keys:
+            return {}
         rows = torch.tensor([astuple(sums) for sums in found], dtype=torch.float64)
         rows = share(rows.to(self.device), group)
         return {

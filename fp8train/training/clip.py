@@ -31,9 +31,9 @@ def clip_gradients(parallel: ParallelModel, limit: float) -> float:
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if parallel.mesh.layout.pipeline > 1:
-        square = norm.square()
+        square = norm.double().square()  # FP32 would overflow, or flush, a norm that it can hold
         dist.all_reduce(square, group=parallel.mesh.pipeline)
-        norm = square.sqrt()
+        norm = square.sqrt().to(norm.dtype)
     torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], limit, norm)
     return float(norm)
 

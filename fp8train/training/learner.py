@@ -72,7 +72,11 @@ class Learner:
         )
         self.optimizer = build_optimizer(parallel.model, config.optimizer)
         self.loss_scaler = LossScaler(config, progress)
-        self.telemetry = Telemetry(parallel.numerics(), config.precision.telemetry.every, device)
+        every, numerics = config.precision.telemetry.every, parallel.numerics()
+        # All ranks take part in a sample, those of a pipeline stage without a quantised layer too.
+        elsewhere = torch.tensor(float(bool(numerics)), device=device)
+        dist.all_reduce(elsewhere, dist.ReduceOp.MAX)
+        self.telemetry = Telemetry(numerics, every, device, elsewhere=bool(elsewhere))
 
     @property
     def tokens_a_step(self) -> int:
@@ -100,7 +104,7 @@ class Learner:
         )
         self._update(rate, skipped)
         self.loss_scaler.update(skipped)
-        sent = self.parallel.reduction.take_bytes()
+        sent = self.parallel.reduction.take_bytes() + self.parallel.replica_bytes()
         return StepResult(loss, grad_norm, rate, sent, skipped, scale, telemetry)
 
     def _gradients(self) -> float:
@@ -166,7 +170,8 @@ class Learner:
             return found
         stages: list[dict[str, Statistics]] = [{}] * self.mesh.layout.pipeline
         dist.all_gather_object(stages, found, group=self.mesh.pipeline)
-        return {name: value for stage in stages for name, value in stage.items()}
+        every = {name: value for stage in stages for name, value in stage.items()}
+        return dict(sorted(every.items(), key=lambda item: block_number(item[0])))
 
     def _update(self, rate: float, skipped: bool) -> None:
         """Step the masters and roll the amax histories, or leave both for a skipped step."""
@@ -193,3 +198,8 @@ class Learner:
         counted = self._sum(torch.tensor(targets, device=self.device), everywhere=True)
         self.parallel.release_weights()
         return total / counted
+
+
+def block_number(name: str) -> float:
+    """The block that a layer's full name is in; infinity for one behind the blocks."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), math.inf)

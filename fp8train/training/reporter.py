@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8train.config import Config, PrecisionConfig, flattened, written
+from fp8train.layout import Layout
 from fp8train.parallel.runtime import Ranks
 from fp8train.planning.flops import fp8_fraction, model_flops, parameter_count
 from fp8train.precision.convert import Conversion
@@ -135,7 +136,7 @@ class Reporter:
             "wall_seconds": time.monotonic() - self.began,
             "precision": self.config.precision.recipe,
             "backend": self.backend,
-            "gradient_reduction": gradient_reduction(self.config),
+            "gradient_reduction": wire(self.config, self.learner.mesh.layout),
             "bytes_reduced_per_step": statistics.median(self.bytes_reduced or [0]),
             "fp8_flop_fraction": self.fp8_fraction,
             "parameters": self.parameters,
@@ -167,6 +168,10 @@ class Reporter:
         config, world_size = self.config, self.ranks.world_size
         trainer = config.trainer
         note = " (right numerics, no speed-up)" if self.backend == "emulated" else ""
+        layout = self.learner.mesh.layout
+        between = ""
+        if layout.replicate > 1 and layout.shard * layout.context > 1:
+            between = " inside a replica and as fp32 between"
         alone = " (one process: nothing to send)" if world_size == 1 else ""
         facts = {
             "run": f"{config.run.name} in {self.folder.path}",
@@ -175,7 +180,7 @@ class Reporter:
             "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
             "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
             "eight bits or fewer",
-            "gradients": f"sent as {gradient_reduction(config)}, summed in FP32{alone}",
+            "gradients": f"sent as {wire(config, layout)}{between}, summed in FP32{alone}",
             "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
@@ -195,6 +200,12 @@ class Reporter:
         if self.learner.progress.step:
             facts["resumed"] = f"from step {self.learner.progress.step}"
         return facts
+
+
+def wire(config: Config, layout: Layout) -> str:
+    """What gradients are sent as. Replicas that hold all parameters have FSDP's FP32 sum alone."""
+    unsharded = layout.shard * layout.context == 1
+    return "fp32" if unsharded and layout.replicate > 1 else gradient_reduction(config)
 
 
 def options_set(precision: PrecisionConfig) -> str:

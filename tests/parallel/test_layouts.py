@@ -134,3 +134,25 @@ def test_fp32_agrees_with_one_process(name: str, reference: dict[Any, Any]) -> N
     expected = reference[str({key: overrides[key] for key in MODEL_KEYS if key in overrides})]
     for found in on_ranks(ranks, losses, small(**overrides), ranks):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def sampled(config: Config) -> list[str]:
+    """The layers and roles that telemetry shows of a first step."""
+    learner = Learner(config, CPU, data_of(config), Progress(), parallelize(config, CPU))
+    return list(learner.step().telemetry or {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_telemetry_of_stages_without_quantised_layers(virtual: int) -> None:
+    """All ranks take part in a sample, and each sees the layers of all, in the model's order."""
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    config = small(
+        "fp8_current", pipeline=2, virtual_stages=virtual, pipeline_schedule=schedule, num_layers=4
+    )
+    config.precision.bf16_first_blocks = 2
+    linears = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    linears += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    roles = ("input", "weight", "grad_output")
+    names = [f"layers.{n}.{name}.{role}" for n in (2, 3) for name in linears for role in roles]
+    assert on_ranks(2, sampled, config) == [names, names]
