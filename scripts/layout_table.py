@@ -8,7 +8,7 @@ gloo. A figure is the largest relative difference of a step's loss to the single
 The row `noise` says what to hold it against: single processes whose attention and MLP outputs, and
 the gradients there, are off by up to one ulp of the compute type, as sums over ranks are that
 travel in it. It is the largest difference over three such runs. A layout that trains the same model
-stays within three times that; the exit code is 1 if one does not. A layout that a recipe refuses
+stays within four times that; the exit code is 1 if one does not. A layout that a recipe refuses
 has a dash.
 """
 
@@ -41,7 +41,7 @@ from fp8train.training.checkpoint import Progress
 from fp8train.training.learner import Learner
 
 CPU = torch.device("cpu")
-ALLOWED = 3.0  # times the noise
+ALLOWED = 4.0  # times the noise
 NOISE_RUNS = 3
 ZERO_BUBBLE = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
 INTERLEAVED = {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}

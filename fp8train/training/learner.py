@@ -20,7 +20,7 @@ from fp8train.parallel.vocabulary import IGNORE
 from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.training.checkpoint import Progress
 from fp8train.training.clip import clip_gradients, share_tied_gradient
-from fp8train.training.loss_scale import LossScaler
+from fp8train.training.loss_scale import LossScaler, divide
 from fp8train.training.optimizer import build_optimizer
 from fp8train.training.schedule import learning_rate
 
@@ -120,10 +120,12 @@ class Learner:
             mine = first + self.mesh.place.data * micro
             batches.append(self._batch(self.samples.batch(mine, micro), first))
         targets = self._count(batches)
-        # FSDP averages over the ranks that have samples or positions of their own.
-        ranks = data * self.mesh.layout.context
-        weight = ranks / max(targets, 1) * self.loss_scaler.scale
-        total = self.parallel.execution.train(batches, weight, self._begin)
+        # A micro batch's loss is its mean, in size, in every layout: output gradients that delayed
+        # scaling meets must not depend on how many micro batches there are elsewhere.
+        weight = len(batches) * data / max(targets, 1)
+        total = self.parallel.execution.train(batches, weight * self.loss_scaler.scale, self._begin)
+        # FSDP has averaged over the ranks that have samples or positions of their own.
+        divide(self.parallel.model.parameters(), len(batches) / self.mesh.layout.context)
         return self._sum(total) / max(targets, 1)
 
     def _batch(self, samples: Tensor, first_sample: int, rows: int | None = None) -> MicroBatch:

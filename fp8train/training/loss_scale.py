@@ -46,11 +46,8 @@ class LossScaler:
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Divide the gradients by the scale, in place. Inf and NaN stay what they are."""
-        if self.mode == "none":
-            return
-        for parameter in parameters:
-            if (grad := parameter.grad) is not None:
-                (grad.to_local() if isinstance(grad, DTensor) else grad).div_(self.scale)
+        if self.mode != "none":
+            divide(parameters, self.scale)
 
     def update(self, skipped: bool) -> None:
         """The scale of the next step, after one that was skipped or not (dynamic scaling only).
@@ -70,3 +67,11 @@ class LossScaler:
             progress.growth_tracker = 0
             grown = self.scale * settings.growth_factor
             progress.loss_scale = grown if grown <= LARGEST_LOSS_SCALE else self.scale
+
+
+@torch.no_grad()
+def divide(parameters: Iterable[Tensor], divisor: float) -> None:
+    """Divide the parameters' gradients, in place."""
+    for parameter in parameters:
+        if divisor != 1 and (grad := parameter.grad) is not None:
+            (grad.to_local() if isinstance(grad, DTensor) else grad).div_(divisor)
