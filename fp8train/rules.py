@@ -127,6 +127,8 @@ def check(config: Config, world_size: int) -> None:
         value = get(config, key)
         if not value <= most:
             raise ConfigError(f"{key}={value}: must be at most {most}")
+    if config.world_size is not None and config.world_size < 1:
+        raise ConfigError(f"world_size={config.world_size}: must be at least 1")
     if config.world_size is not None and not config.dry_run:
         raise ConfigError(
             f"world_size={config.world_size} is for dry runs: add dry_run=true, or start as many "

@@ -38,7 +38,7 @@ def train(config: Config) -> int:
     ranks = Ranks.from_environment()
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO if ranks.is_first else logging.ERROR)
-    world_size = config.world_size or ranks.world_size
+    world_size = ranks.world_size if config.world_size is None else config.world_size
     check(config, world_size)
     if config.dry_run:
         return dry_run(config, world_size) if ranks.is_first else 0
