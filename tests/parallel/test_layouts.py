@@ -156,3 +156,18 @@ def test_telemetry_of_stages_without_quantised_layers(virtual: int) -> None:
     roles = ("input", "weight", "grad_output")
     names = [f"layers.{n}.{name}.{role}" for n in (2, 3) for name in linears for role in roles]
     assert on_ranks(2, sampled, config) == [names, names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}, {"replicate": 2}])
+def test_delayed_scales_do_not_depend_on_the_number_of_ranks(sizes: dict[str, Any]) -> None:
+    """The first output gradients are cast with a scale of 1, where their size decides what is
+    flushed: it must be that of a micro batch, whatever happens elsewhere."""
+    config = small("fp8_delayed", **sizes)
+    config.parallel.shard = 1 if "replicate" in sizes else -1
+    config.gradients.reduce = "fp32"
+    alone = small("fp8_delayed")
+    alone.gradients.reduce = "fp32"
+    expected = on_ranks(1, losses, alone, 1, 3)[0]
+    for found in on_ranks(2, losses, config, 2, 3):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
