@@ -164,6 +164,10 @@ class PrecisionConfig:
     accumulate: str = "fp32"  # emulated: fp32, or hopper for the sums of an H100's tensor cores
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
+    def recipes(self) -> set[str]:
+        """Recipes that some layer may have."""
+        return {self.recipe, *(layers.recipe for layers in self.layer_recipes)}
+
 
 @dataclass
 class GradientsConfig:

@@ -45,11 +45,14 @@ class Layout:
         parallel: ParallelConfig,
         world_size: int,
         fits: Callable[[Layout], bool] = lambda layout: True,
+        *,
+        planned: bool = False,
     ) -> Layout:
         """The layout of a configuration, its −1 filled in.
 
         Args:
             fits: whether a layout could be named instead, where this one is not possible.
+            planned: the processes are those of a dry run, which the key `world_size` counts.
         Raises:
             ConfigError: the sizes don't multiply to the world size; names the nearest that do.
         """
@@ -58,7 +61,7 @@ class Layout:
         if len(free) > 1:
             raise ConfigError(
                 "parallel.replicate=-1 and parallel.shard=-1: one of them must be a number, as "
-                "parallel.replicate=1"
+                "parallel.replicate=1 for no copies or parallel.shard=1 for nothing but copies"
             )
 
         def built(sizes: dict[str, int]) -> Layout:
@@ -81,9 +84,12 @@ class Layout:
             nearest = nearest_layouts(wanted, world_size, lambda sizes: fits(built(sizes)))
             # Where no layout fits, the line for one that multiplies says why.
             nearest = nearest or nearest_layouts(wanted, world_size)
+            more = "start as many"
+            if planned:
+                more = f"give world_size={f'a multiple of {known}' if free else known}"
             raise ConfigError(
                 f"{asked} needs {'a multiple of ' if free else ''}{known} processes and there "
-                f"{'is' if world_size == 1 else 'are'} {world_size}: start as many, or set "
+                f"{'is' if world_size == 1 else 'are'} {world_size}: {more}, or set "
                 f"{' or '.join(nearest)}"
             )
         return built(sizes)
@@ -121,9 +127,14 @@ class Layout:
     def __str__(self) -> str:
         """Sizes above 1, as they are written."""
         shown = [f"{name} {getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
-        if self.virtual_stages > 1:
-            shown.append(f"virtual stages {self.virtual_stages}")
         return " × ".join(shown) or "one rank"
+
+    def described(self, schedule: str) -> str:
+        """Sizes above 1 and, where there is a pipeline, its schedule and its stages on a rank."""
+        if self.pipeline == 1:
+            return str(self)
+        stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+        return f"{self}, {schedule}{stages}"
 
 
 @dataclass(frozen=True)

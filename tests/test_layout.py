@@ -227,5 +227,15 @@ def test_micro_batches_of_a_rank() -> None:
 
 def test_a_layout_in_words() -> None:
     layout = Layout(pipeline=2, shard=4, tensor=8, virtual_stages=3)
-    assert str(layout) == "pipeline 2 × shard 4 × tensor 8 × virtual stages 3"
-    assert str(Layout()) == "one rank"
+    assert str(layout) == "pipeline 2 × shard 4 × tensor 8"
+    assert layout.described("interleaved") == f"{layout}, interleaved, 3 stages a rank"
+    assert Layout(pipeline=2).described("zero_bubble") == "pipeline 2, zero_bubble"
+    assert Layout().described("1f1b") == str(Layout()) == "one rank"
+
+
+def test_a_planned_layout_names_the_key_of_its_processes() -> None:
+    """A dry run has no processes to start."""
+    with pytest.raises(ConfigError, match=r"there are 4: give world_size=2, or set"):
+        Layout.of(ParallelConfig(shard=2), 4, planned=True)
+    with pytest.raises(ConfigError, match=r"give world_size=a multiple of 3, or set"):
+        Layout.of(ParallelConfig(tensor=3), 4, planned=True)

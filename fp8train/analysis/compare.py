@@ -263,7 +263,7 @@ def _notes(candidate: Run, baseline: Run, differences: list[Difference], gate: G
             f"The candidate is better than its baseline by more than {gate.limit:.2%}: "
             f"look for a fault in the baseline."
         )
-    if baseline.summary.get("gradient_reduction") != "fp32":
+    if baseline.summary.get("gradient_reduction") not in ("fp32", "none"):
         notes.append(
             f"The baseline reduces its gradients in {baseline.summary.get('gradient_reduction')}: "
             f"what that costs is not in the gap."

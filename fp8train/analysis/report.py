@@ -94,6 +94,7 @@ def table_rows(comparison: Comparison) -> list[Row]:
         ),
         row("precision", entry("precision")),
         row("backend", entry("backend")),
+        row("layout", entry("layout")),
         row("gradient reduction", entry("gradient_reduction")),
         row(
             "bytes reduced a step",

@@ -26,7 +26,7 @@ from fp8train.precision.wire import CODECS
 from fp8train.rules import gradient_reduction
 
 CPU = torch.device("cpu")
-WIDTH = 160  # columns that the tables want
+WIDTH = 200  # columns of a file or pipe: room for all tables
 
 
 def dry_run(config: Config, world_size: int) -> int:
@@ -36,9 +36,13 @@ def dry_run(config: Config, world_size: int) -> int:
         the exit code: 1 if what was built is not what the formulas say.
     """
     layout, began = Layout.of(config.parallel, world_size), time.monotonic()
-    console = Console(width=max(WIDTH, Console().width))
-    model = config.model
-    console.print(f"{model.name} on {world_size} ranks: {layout}; {config.precision.recipe}")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=WIDTH, highlight=False)
+    ranks = f"{world_size:,} rank{'s' if world_size > 1 else ''}"
+    shape = layout.described(config.parallel.pipeline_schedule)
+    shape = f" ({shape})" if world_size > 1 else ""
+    console.print(f"{config.model.name} in {config.precision.recipe} on {ranks}{shape}")
     report(config, layout, console)
     memories = [memory(config, layout, place) for place in range(layout.pipeline)]
     differ = []

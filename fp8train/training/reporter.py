@@ -12,13 +12,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fp8train.config import Config, PrecisionConfig, flattened, written
-from fp8train.layout import Layout
 from fp8train.parallel.runtime import Ranks
 from fp8train.planning.flops import fp8_fraction, model_flops, parameter_count
 from fp8train.precision.convert import Conversion
-from fp8train.rules import gradient_reduction
+from fp8train.rules import sent_as
 from fp8train.training.learner import Learner, StepResult
 from fp8train.training.progress import ProgressLine, print_banner
 from fp8train.training.run_folder import RunFolder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Follows a learner and writes its run folder; does nothing on ranks other than 0."""
+    """Follows a learner and writes its run folder; all ranks call it, and rank 0 writes."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Reporter:
         }
         self.fp8_fraction = fp8_fraction(config.model, length, share)
         self.parameters = parameter_count(config.model)
+        self.layout = learner.mesh.layout.described(config.parallel.pipeline_schedule)
         self.wandb: WandbLog | None = None
         self.line = ProgressLine(config.trainer.steps, learner.progress.step, ranks.is_first)
         self.began = time.monotonic()
@@ -89,6 +90,8 @@ class Reporter:
         if progress.step % self.config.logging.every:
             return
         scaled = self.learner.loss_scaler.mode != "none"
+        memory = torch.tensor(peak_memory(self.learner.device), device=self.learner.device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)  # pipeline stages differ in it
         self._record(
             {
                 "step": progress.step,
@@ -98,7 +101,7 @@ class Reporter:
                 "tokens": progress.tokens,
                 "tokens_per_second": rate,
                 "step_seconds": seconds,
-                "peak_memory_bytes": peak_memory(self.learner.device),
+                "peak_memory_bytes": int(memory),
                 "model_tflops_per_device": rate
                 * self.flops_per_token
                 / self.ranks.world_size
@@ -136,12 +139,12 @@ class Reporter:
             "wall_seconds": time.monotonic() - self.began,
             "precision": self.config.precision.recipe,
             "backend": self.backend,
-            "gradient_reduction": wire(self.config, self.learner.mesh.layout),
+            "gradient_reduction": sent_as(self.config, self.learner.mesh.layout),
             "bytes_reduced_per_step": statistics.median(self.bytes_reduced or [0]),
             "fp8_flop_fraction": self.fp8_fraction,
             "parameters": self.parameters,
             "world_size": self.ranks.world_size,
-            "layout": str(self.learner.mesh.layout),
+            "layout": self.layout,
             "data_fingerprint": self.data_id,
         }
         if self.wandb:
@@ -165,22 +168,23 @@ class Reporter:
 
     def _facts(self) -> dict[str, str]:
         """The banner's lines, by name."""
-        config, world_size = self.config, self.ranks.world_size
-        trainer = config.trainer
+        config, trainer = self.config, self.config.trainer
         note = " (right numerics, no speed-up)" if self.backend == "emulated" else ""
         layout = self.learner.mesh.layout
-        between = ""
+        sent, between = sent_as(config, layout), ""
         if layout.replicate > 1 and layout.shard * layout.context > 1:
             between = " inside a replica and as fp32 between"
-        alone = " (one process: nothing to send)" if world_size == 1 else ""
+        gradients = f"sent as {sent}{between}, summed in FP32"
+        if sent == "none":
+            gradients = "not sent: no two ranks hold the same parameters"
         facts = {
             "run": f"{config.run.name} in {self.folder.path}",
             "model": f"{config.model.name}, {self.parameters:,} parameters",
-            "layout": f"{self.learner.mesh.layout}, on {self.learner.device.type}",
+            "layout": f"{self.layout}, on {self.learner.device.type}",
             "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
             "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
             "eight bits or fewer",
-            "gradients": f"sent as {wire(config, layout)}{between}, summed in FP32{alone}",
+            "gradients": gradients,
             "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
@@ -200,12 +204,6 @@ class Reporter:
         if self.learner.progress.step:
             facts["resumed"] = f"from step {self.learner.progress.step}"
         return facts
-
-
-def wire(config: Config, layout: Layout) -> str:
-    """What gradients are sent as. Replicas that hold all parameters have FSDP's FP32 sum alone."""
-    unsharded = layout.shard * layout.context == 1
-    return "fp32" if unsharded and layout.replicate > 1 else gradient_reduction(config)
 
 
 def options_set(precision: PrecisionConfig) -> str:

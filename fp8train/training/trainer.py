@@ -13,12 +13,13 @@ import torch.distributed as dist
 from fp8train.config import Config, ConfigError
 from fp8train.data.dataset import PreparedData, prepare
 from fp8train.data.order import fingerprint
+from fp8train.layout_rules import warnings
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import parallelize, precise_model
 from fp8train.parallel.runtime import Ranks
 from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
-from fp8train.rules import check, warnings
+from fp8train.rules import check
 from fp8train.training import checkpoint
 from fp8train.training.checkpoint import Progress
 from fp8train.training.dry_run import dry_run

@@ -16,7 +16,7 @@ from wandb.errors import Error as WandbError
 
 from fp8train.config import Config
 from fp8train.layout import SIZES, Layout
-from fp8train.rules import gradient_reduction
+from fp8train.rules import sent_as
 
 INIT_TIMEOUT = 15.0  # seconds to wait for the server before going offline
 log = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ class WandbLog:
     def __init__(self, config: Config, folder: Path, world_size: int, run_id: str | None) -> None:
         layout = Layout.of(config.parallel, world_size)
 
-        def shown(name: str) -> bool:
-            return name == "shard" or getattr(layout, name) > 1
-
+        sizes = [f"{name}{size}" for name in SIZES if (size := getattr(layout, name)) > 1]
+        if layout.pipeline > 1:
+            sizes.append(config.parallel.pipeline_schedule)
         arguments: dict[str, Any] = {
             "project": config.logging.wandb.project,
             "name": config.run.name,
@@ -38,8 +38,8 @@ class WandbLog:
             "tags": [
                 config.precision.recipe,
                 config.run.recipe or config.model.name,
-                *(f"{name}{getattr(layout, name)}" for name in SIZES if shown(name)),
-                f"reduce-{gradient_reduction(config)}",
+                *sizes,
+                f"reduce-{sent_as(config, layout)}",
             ],
             "config": asdict(config),
             "dir": str(folder),

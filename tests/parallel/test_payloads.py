@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8train.config import RECIPES, ROLES, Config, PrecisionConfig
 from fp8train.layout import Layout, Place
+from fp8train.layout_rules import BLOCK_SIZES
 from fp8train.parallel.context import take
 from fp8train.parallel.parallelize import ParallelModel, parallelize
 from fp8train.parallel.quantized_gather import SIBLINGS
@@ -28,7 +29,7 @@ from fp8train.precision.quantizers import Operand
 from fp8train.precision.recipes import OPERANDS
 from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.precision.tensor import QuantizedTensor
-from fp8train.rules import BLOCK_SIZES, check
+from fp8train.rules import check
 from fp8train.training.checkpoint import Progress
 from fp8train.training.learner import Learner
 from tests.parallel.test_layouts import data_of, small

@@ -28,18 +28,32 @@ def test_llama3_405b_fits() -> None:
     matrices = sum(row["parameters"] * len(row["ranks"]) for row in rows["memory"]) * 8
     assert matrices == pytest.approx(MODELS["llama3_405b"], rel=1e-3)
     assert rows["bubble"] == pytest.approx(15 / (512 + 15))
-    assert "pipeline 1 to 13" in text
+    assert "a step: 2,048 samples of 8,192 tokens" in text
+    assert "activation checkpointing: full" in text
     assert "pipeline bubble 2.8%: 1f1b, 16 stages, 512 micro batches" in text
-    for group in ("tensor", "pipeline", "shard"):
+    for group in ("tensor", "shard"):
         assert any(line.split()[:2] == [group, "all"] for line in text.splitlines())
     assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_narrow_terminal_gets_whole_tables() -> None:
+    """No cell is cut or wrapped at 80 columns; what has no room there is said, and left out."""
+    config, out = compose("+recipe=llama3_405b_fp8"), io.StringIO()
+    layout = Layout.of(config.parallel, 512)
+    report(config, layout, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in out.getvalue()
+    (total,) = (line for line in lines if line.split()[:1] == ["total"])
+    assert total.split() == ["total", *"39.8 GiB 33.7–37.1 GiB 29.6 GiB 33.0 GiB".split()]
+    assert any("one by one in a terminal of" in line for line in lines)
+    wide, _ = printed(layout, "+recipe=llama3_405b_fp8")
+    assert "attention input, for wgrad" in wide and "terminal" not in wide
 
 
 def test_rows_are_plain() -> None:
     text, rows = printed(Layout(shard=2), "trainer.global_batch_size=32")
     assert json.loads(json.dumps(rows)) == rows
     assert rows["memory"][0]["ranks"] == [0]
-    assert "all ranks" in text
     assert "bubble" not in text
     assert {row["what"] for row in rows["communication"]} == {"weights", "gradients"}
 
@@ -75,4 +89,5 @@ def test_words() -> None:
         *("0", "512 B", "2.00 KiB", "3.00 MiB", "3.00 GiB", "48.0 GiB", "2,000 GiB")
     ]
     assert span([GIB, GIB]) == "1.00 GiB"
-    assert span([3 * GIB, GIB]) == "1.00 GiB to 3.00 GiB"
+    assert span([3 * GIB, GIB]) == "1.00–3.00 GiB"
+    assert span([3 * GIB, GIB // 2]) == "512 MiB–3.00 GiB"
