@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import hydra
@@ -71,13 +72,15 @@ def train(config: Config, steps: int = 2, micro_batches: int = 2) -> dict[str, A
     seen: dict[str, Any] = {"grads": [], "scales": [], "histories": [], "outputs": []}
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     rows = torch.arange(SMALL_BATCH * SMALL_LENGTH).view(SMALL_BATCH, -1)
+    traffic = CommDebugMode()
     for step in range(steps):
         optimizer.zero_grad()
         for index in range(micro_batches):
             first = (step * micro_batches + index) * ranks * SMALL_BATCH
             conversion.begin_micro_batch(step, first, rows + rank * rows.numel())
             model.set_requires_gradient_sync(index == micro_batches - 1)
-            with CommDebugMode() as traffic:
+            last = (step, index) == (steps - 1, micro_batches - 1)
+            with traffic if last else nullcontext():  # it makes a step twice as slow
                 seen["outputs"].append(forward_backward(parallel, generator))
         seen["grads"] += [local(p.grad) for p in model.parameters()]
         optimizer.step()
@@ -113,15 +116,18 @@ def train_all(configs: dict[str, Config]) -> dict[tuple[str, str], dict[str, Any
     for name, config in configs.items():
         for mode in ("none", *MODES):
             config.parallel.activation_checkpoint = mode
-            results[name, mode] = train(config)
+            moves = (
+                config.precision.recipe == "fp8_delayed"
+            )  # from step to step, beside the weights
+            results[name, mode] = train(config, steps=2 if moves else 1)
     return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def trained(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def trained() -> list[dict[Any, dict[str, Any]]]:
     """By rank, what each variant and mode left."""
     configs = {name: compose(*overrides, *SMALL) for name, overrides in VARIANTS.items()}
-    return on_ranks(request.param, train_all, configs)
+    return on_ranks(2, train_all, configs)
 
 
 @pytest.mark.slow
@@ -149,7 +155,7 @@ def test_ranks_exchange_the_same(
         plain, recomputed = results[variant, "none"], results[variant, mode]
         assert plain["bytes"] == recomputed["bytes"]
         assert plain["traffic"] == recomputed["traffic"]
-        assert len(trained) == 1 or (plain["bytes"] > 0 and len(plain["traffic"]) > 1)
+        assert plain["bytes"] > 0 and len(plain["traffic"]) > 1
         assert plain["names"] == recomputed["names"]
         assert plain["names"][1][1] == "layers.0.input_layernorm.weight"
 

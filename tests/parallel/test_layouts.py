@@ -28,7 +28,7 @@ def small(precision: str = "fp32", **overrides: Any) -> Config:
         vocab_size=115,
         hidden_size=32,
         intermediate_size=64,
-        num_layers=4,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=4,
     )
@@ -72,39 +72,50 @@ PIPELINES = {
     "1f1b": {"pipeline": 2},
     "interleaved": {
         "pipeline": 2,
+        "num_layers": 4,
         "pipeline_schedule": "interleaved",
         "virtual_stages": 2,
     },
     "zero bubble": {"pipeline": 2, "pipeline_schedule": "zero_bubble"},
     "zero bubble, two stages a rank": {
         "pipeline": 2,
+        "num_layers": 4,
         "pipeline_schedule": "zero_bubble",
         "virtual_stages": 2,
     },
 }
-DEEP = {"pipeline": 4}
+DEEP = {"pipeline": 4, "num_layers": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2": (2, {}),
     "HSDP 2x2": (4, {"replicate": 2, "shard": 2}),
-    "TP2": (2, {"tensor": 2}),
-    "TP2 without sequence parallelism": (2, {"tensor": 2, "sequence": False}),
-    "TP4": (4, {"tensor": 4}),
+    "TP2": (2, {"tensor": 2, "micro_batch_size": 4}),
+    "TP2 without sequence parallelism": (
+        2,
+        {"tensor": 2, "sequence": False, "micro_batch_size": 4},
+    ),
+    "TP4": (4, {"tensor": 4, "micro_batch_size": 4}),
     "CP2": (2, {"context": 2}),
     "CP2 x DP2": (4, {"context": 2}),
     **{f"PP2 {name}": (2, sizes) for name, sizes in PIPELINES.items()},
     "PP4": (4, DEEP),
     "PP4 interleaved": (4, DEEP | PIPELINES["interleaved"] | DEEP | {"num_layers": 8}),
     "PP4 zero bubble": (4, DEEP | {"pipeline_schedule": "zero_bubble"}),
-    "uneven PP2": (2, {"pipeline": 2, "num_layers": 5}),
-    "TP2 x PP2": (4, {"tensor": 2, "pipeline": 2}),
-    "TP2 x CP2": (4, {"tensor": 2, "context": 2}),
+    "uneven PP2": (2, {"pipeline": 2, "num_layers": 3}),
+    "TP2 x PP2": (4, {"tensor": 2, "pipeline": 2, "micro_batch_size": 4}),
+    "TP2 x CP2": (4, {"tensor": 2, "context": 2, "micro_batch_size": 4}),
     "CP2 x PP2": (4, {"context": 2, "pipeline": 2}),
     "TP2 x PP2 x DP2": (8, {"tensor": 2, "pipeline": 2}),
-    "TP2 x CP2 x PP2": (8, {"tensor": 2, "context": 2, "pipeline": 2}),
+    "TP2 x CP2 x PP2": (
+        8,
+        {"tensor": 2, "context": 2, "pipeline": 2, "micro_batch_size": 4},
+    ),
     "one micro batch a step": (2, {"tensor": 2, "micro_batch_size": 8}),
-    "TP2 tied": (2, {"tensor": 2, "tie_embeddings": True}),
+    "TP2 tied": (2, {"tensor": 2, "tie_embeddings": True, "micro_batch_size": 4}),
     "PP2 tied": (2, {"pipeline": 2, "tie_embeddings": True}),
-    "TP2 x PP2 tied": (4, {"tensor": 2, "pipeline": 2, "tie_embeddings": True}),
+    "TP2 x PP2 tied": (
+        4,
+        {"tensor": 2, "pipeline": 2, "tie_embeddings": True, "micro_batch_size": 4},
+    ),
     "documents' first tokens ignored, DP2 x PP2": (4, {"pipeline": 2, "eod_mask_loss": True}),
     "documents' first tokens ignored, CP2": (2, {"context": 2, "eod_mask_loss": True}),
     "checkpointed zero bubble": (
@@ -122,7 +133,7 @@ def reference() -> dict[Any, list[tuple[float, float]]]:
     for _, overrides in LAYOUTS.values():
         changed = {key: overrides[key] for key in MODEL_KEYS if key in overrides}
         if (key := str(changed)) not in found:
-            found[key] = on_ranks(1, losses, small(**changed))[0]
+            found[key] = on_ranks(1, losses, small(micro_batch_size=8, **changed))[0]
     return found
 
 

@@ -64,10 +64,10 @@ def draws(draw: st.DrawFn) -> Draw:
         "pipeline_schedule": schedule,
         "virtual_stages": draw(st.sampled_from(schedules[schedule])),
         "activation_checkpoint": draw(st.sampled_from(["none", "none", "selective", "full"])),
-        "micro_batch_size": draw(st.sampled_from([1, 2, 4])),
-        "global_batch_size": draw(st.sampled_from([16, 24, 12])),
+        "micro_batch_size": draw(st.sampled_from([2, 1, 4])),
+        "global_batch_size": draw(st.sampled_from([8, 12, 6])),
         "sequence_length": draw(st.sampled_from([16, 24, 20])),
-        "num_layers": draw(st.sampled_from([4, 5, 3])),
+        "num_layers": draw(st.sampled_from([2, 4, 3])),
         "num_kv_heads": draw(st.sampled_from([4, 2])),
         "tie_embeddings": draw(st.booleans()),
     }

@@ -50,7 +50,7 @@ FOURS = {
     ),
     "tensor, interleaved": (
         *("parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_stages=2"),
-        *("parallel.pipeline_schedule=interleaved", "precision=fp8_current"),
+        *("parallel.pipeline_schedule=interleaved", "precision=fp8_current", "model.num_layers=4"),
     ),
 }
 
@@ -97,7 +97,7 @@ def measure(configs: dict[str, Config]) -> dict[str, tuple[Any, ...]]:
 
 
 def check(world_size: int, cases: dict[str, tuple[str, ...]]) -> None:
-    small = ("model.num_layers=4", "trainer.micro_batch_size=2", "trainer.global_batch_size=8")
+    small = ("model.num_layers=2", "trainer.micro_batch_size=1", "trainer.global_batch_size=2")
     configs = {name: compose(*small, *given) for name, given in cases.items()}
     for results in on_ranks(world_size, measure, configs):
         for name, (layout, place, elements, reduced, count, size) in results.items():

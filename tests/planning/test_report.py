@@ -44,7 +44,7 @@ def test_a_narrow_terminal_gets_whole_tables() -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in out.getvalue()
     (total,) = (line for line in lines if line.split()[:1] == ["total"])
-    assert total.split() == ["total", *"39.8 GiB 33.7–37.1 GiB 29.6 GiB 33.0 GiB".split()]
+    assert total.split()[1::2] == ["39.8", "33.7–37.1", "29.6", "33.0"]
     assert any("one by one in a terminal of" in line for line in lines)
     wide, _ = printed(layout, "+recipe=llama3_405b_fp8")
     assert "attention input, for wgrad" in wide and "terminal" not in wide
