@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import _mesh_resources
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE = 3.0  # seconds from the first failure's report in which ranks that failed with it report too
@@ -245,15 +246,21 @@ class _Imports:
 
     Attributes:
         caches: torch.distributed's functions that remember results.
+        threads: native threads when there were no jobs yet.
     """
 
     def __init__(self) -> None:
         self.caches: list[Any] = []
         self.modules = 0
+        self.threads = native_threads()
 
     def settle(self) -> None:
-        """To be called when imports are done and a job's objects are not made yet, or are gone."""
-        if len(sys.modules) == self.modules:
+        """To be called when imports are done and a job's objects are not made yet.
+
+        While a thread of an earlier job lives, so may objects of it, and set apart they would never
+        be collected.
+        """
+        if len(sys.modules) == self.modules or native_threads() > self.threads:
             return
         self.modules = len(sys.modules)
         self.caches += self.new_caches()
@@ -267,6 +274,11 @@ class _Imports:
             if type(thing) is functools._lru_cache_wrapper
             and thing.__module__.startswith("torch.distributed.")
         ]
+
+
+def native_threads() -> int:
+    """Threads of this process, those of gloo among them."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _perform(job: _Job, imports: _Imports) -> tuple[str, Any]:
@@ -305,11 +317,13 @@ def _part(imports: _Imports) -> None:
     """
     _mesh_resources.mesh_stack.clear()
     _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
     for cache in (*imports.caches, *imports.new_caches()):
         cache.cache_clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    gc.collect()
+    while gc.collect():  # an object's finaliser may let go of others that hold a group
+        pass
     dist.destroy_process_group()
 
 

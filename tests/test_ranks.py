@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.ranks import on_ranks
+from fp8train.layout import micro_batches
+from fp8train.parallel.execution import MicroBatch
+from fp8train.parallel.parallelize import parallelize
+from tests.planning.conftest import compose
+from tests.ranks import native_threads, on_ranks
 
 
 def who(word: str) -> tuple[str, int, int, str, float]:
@@ -91,8 +95,7 @@ def gather_on_a_mesh(groups_before: int) -> tuple[bool, torch.Tensor, int]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     y = (x + x).redistribute(placements=[Replicate()]) * 2
-    threads = len(os.listdir("/proc/self/task"))
-    return y.device_mesh is mesh, y.to_local(), threads
+    return y.device_mesh is mesh, y.to_local(), native_threads()
 
 
 def test_a_mesh_and_its_threads_end_with_the_job() -> None:
@@ -105,6 +108,23 @@ def test_a_mesh_and_its_threads_end_with_the_job() -> None:
         if groups_before == 0:
             threads.append([count for _, _, count in results])
     assert threads[1] == threads[2]
+
+
+def train_a_model(overrides: list[str]) -> None:
+    small = ("model.num_layers=2", "trainer.micro_batch_size=1", "trainer.global_batch_size=2")
+    config = compose(*small, *overrides)
+    parallel = parallelize(config, torch.device("cpu"))
+    tokens = torch.randint(320, (1, config.trainer.sequence_length))
+    rounds = micro_batches(config, parallel.mesh.layout)
+    batches = [MicroBatch(tokens, tokens, number) for number in range(rounds)]
+    parallel.execution.train(batches, 1.0, lambda batch: None)
+
+
+def test_a_model_and_its_threads_end_with_the_job() -> None:
+    before = on_ranks(2, native_threads)
+    for overrides in (["parallel.tensor=2"], ["parallel.pipeline=2"], ["parallel.shard=2"]):
+        on_ranks(2, train_a_model, overrides)
+        assert on_ranks(2, native_threads) == before, overrides
 
 
 def fail(how: Callable[[], None], who_fails: list[int]) -> None:

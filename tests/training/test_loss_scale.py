@@ -238,7 +238,7 @@ def test_a_run_logs_its_loss_scale(launcher: Launcher) -> None:
     overrides = ["precision=bf16", "gradients.reduce=fp16", "trainer.loss_scale.growth_interval=2"]
     run = launcher.train("fp16", *overrides)
     assert run.code == 0, run.err
-    assert "sent as fp16" in run.out and "dynamic, 65536.0" in run.out
+    assert "dynamic, 65536.0" in run.out
     scales = [line["loss_scale"] for line in run.lines("loss")]
     assert scales == [2.0**16] * 2 + [2.0**17] * 2 + [2.0**18] * 2
     kept = json.loads((run.folder / "checkpoints/step_00000006/manifest.json").read_text())
