@@ -20,8 +20,7 @@ def check_layout(config: Config, layout: Layout) -> None:
         ConfigError: naming the key, its value, and what would work.
     """
     check_divides(config, layout)
-    _check_batch(config, layout.data)
-    _check_micro_batches(config, layout)
+    _check_batch(config, layout)
 
 
 def check_divides(config: Config, layout: Layout) -> None:
@@ -97,11 +96,18 @@ def _check_tensor(config: Config, tensor: int) -> None:
         if size % tensor:
             raise ConfigError(f"{name}={size} is not divisible by parallel.tensor={tensor}: {use}")
         if "block" in why:
-            use += ", or a recipe without blocks, as precision=fp8_current"
+            use += f", or {_without_blocks(config)}"
         raise ConfigError(
             f"parallel.tensor={tensor} leaves each rank {size // tensor} of {name} ({size}), and "
             f"{why}: {use}"
         )
+
+
+def _without_blocks(config: Config) -> str:
+    """How to have no recipe with blocks of scales."""
+    if any(layers.recipe in BLOCK_SIZES for layers in config.precision.layer_recipes):
+        return "no recipe with blocks in precision and precision.layer_recipes, as fp8_current"
+    return "a recipe without blocks, as precision=fp8_current"
 
 
 def _sequence_multiples(config: Config, layout: Layout) -> list[tuple[int, str]]:
@@ -214,62 +220,59 @@ def _check_pipeline(config: Config, layout: Layout) -> None:
         )
 
 
-def _check_batch(config: Config, ranks: int) -> None:
+def _takes(config: Config, layout: Layout, batch: int, micro: int) -> bool:
+    """Whether a global batch makes whole micro batches, in a number that the pipeline takes."""
+    count, rest = divmod(batch, micro * layout.data)
+    if rest or layout.pipeline == 1:
+        return rest == 0 and count > 0
+    # torch's schedules but 1F1B go in rounds of equally many micro batches.
+    rounds = count // layout.pipeline
+    return rounds > 0 and (config.parallel.pipeline_schedule == "1f1b" or count % rounds == 0)
+
+
+def _batches_that_work(config: Config, layout: Layout) -> str:
+    """The nearest batch sizes that the layout takes, in words."""
     trainer = config.trainer
     batch, micro = trainer.global_batch_size, trainer.micro_batch_size
-    if batch % (micro * ranks) == 0:
-        return
-    below = batch // (micro * ranks) * micro * ranks
-    use = " or ".join(str(size) for size in (below, below + micro * ranks) if size)
-    if batch % ranks == 0:
-        smaller = max(size for size in _divisors(batch // ranks) if size < micro)
-        use += f", or trainer.micro_batch_size={smaller}"
-    raise ConfigError(
-        f"trainer.global_batch_size={batch} is not divisible by trainer.micro_batch_size={micro} "
-        f"times {ranks} data-parallel rank{'s' if ranks > 1 else ''}: use {use}"
-    )
-
-
-def _check_micro_batches(config: Config, layout: Layout) -> None:
-    """Micro batches enough to fill the pipeline, in a number that the schedule takes."""
-    ranks, schedule = layout.pipeline, config.parallel.pipeline_schedule
-    if ranks == 1:
-        return
-    trainer, count = config.trainer, micro_batches(config, layout)
-    samples = trainer.global_batch_size // layout.data
-
-    def takes(count: int) -> bool:
-        # torch's schedules but 1F1B go in rounds of equally many micro batches.
-        return count >= ranks and (schedule == "1f1b" or count % (count // ranks) == 0)
-
-    if takes(count):
-        return
-    a_batch = trainer.micro_batch_size * layout.data
-    smaller = [
-        size
-        for size in _divisors(samples)
-        if size < trainer.micro_batch_size and takes(samples // size)
+    step = micro * layout.data
+    down = range(batch // step * step, 0, -step)
+    up = range(batch // step * step + step, 2 * batch + 2 * step * layout.pipeline, step)
+    sizes = [
+        next((size for size in way if _takes(config, layout, size, micro)), 0) for way in (down, up)
     ]
-    instead = f", or trainer.micro_batch_size={max(smaller)}" if smaller else ""
-    made = (
-        f"trainer.global_batch_size={trainer.global_batch_size} makes {count} micro "
-        f"batch{'es' if count > 1 else ''}"
-    )
-    if count < ranks:
-        # The last rank waits for the first micro batch; W passes fill a gap of zero bubble's, so
-        # that this is the least there. See planning/pipeline.py for the formulas.
-        work = count * layout.virtual_stages * (3 if schedule == "zero_bubble" else 1)
-        bubble = (ranks - 1) / (work + ranks - 1)
-        least = "at least " if schedule == "zero_bubble" else ""
+    use = " or ".join(str(size) for size in sizes if size)
+    smaller = [size for size in range(1, micro) if _takes(config, layout, batch, size)]
+    return use + (f", or trainer.micro_batch_size={smaller[-1]}" if smaller else "")
+
+
+def _check_batch(config: Config, layout: Layout) -> None:
+    """Whole micro batches, and enough to fill the pipeline."""
+    trainer = config.trainer
+    batch, micro, ranks = trainer.global_batch_size, trainer.micro_batch_size, layout.data
+    if _takes(config, layout, batch, micro):
+        return
+    use = _batches_that_work(config, layout)
+    if batch % (micro * ranks):
         raise ConfigError(
-            f"{made} for parallel.pipeline={ranks}, whose ranks would idle {least}{bubble:.0%} of "
-            f"the time: use {ranks * a_batch} or more{instead}"
+            f"trainer.global_batch_size={batch} is not divisible by trainer.micro_batch_size="
+            f"{micro} times {ranks} data-parallel rank{'s' if ranks > 1 else ''}: use {use}"
         )
-    below = next(number for number in range(count, 0, -1) if takes(number))
-    above = next(number for number in range(count, 2 * count + ranks) if takes(number))
+    count, stages = micro_batches(config, layout), layout.pipeline
+    made = f"trainer.global_batch_size={batch} makes {count} micro batch{'es' if count > 1 else ''}"
+    schedule = config.parallel.pipeline_schedule
+    if count >= stages:
+        raise ConfigError(
+            f"{made}, and parallel.pipeline_schedule={schedule} takes them in {count // stages} "
+            f"equal rounds of {stages} or more: use {use}"
+        )
+    # The last rank waits for the first micro batch; W passes fill a gap of zero bubble's, so that
+    # this is the least there. See planning/pipeline.py for the formulas.
+    work = count * layout.virtual_stages * (3 if schedule == "zero_bubble" else 1)
+    idle = (stages - 1) / (work + stages - 1)
+    least = "at least " if schedule == "zero_bubble" else ""
     raise ConfigError(
-        f"{made}, and parallel.pipeline_schedule={schedule} takes them in {count // ranks} equal "
-        f"rounds of {ranks} or more: use {below * a_batch} or {above * a_batch}{instead}"
+        f"{made} for parallel.pipeline={stages}, whose ranks would idle {least}{idle:.0%} of the "
+        f"time: use {use}"
     )
 
 

@@ -277,6 +277,12 @@ REFUSED: dict[str, tuple[int, str, str, list[str]]] = {
         "makes 3 micro batches for parallel.pipeline=4, whose ranks would idle 50% of the time: ",
         ["trainer.global_batch_size=64", "trainer.micro_batch_size=12"],
     ),
+    "a batch that neither divides nor fills the pipeline": (
+        4,
+        "trainer.global_batch_size=50 parallel.pipeline=4 trainer.micro_batch_size=16",
+        "trainer.global_batch_size=50 is not divisible by trainer.micro_batch_size=16 times 1 ",
+        ["trainer.global_batch_size=64", "trainer.micro_batch_size=10"],
+    ),
     "fewer micro batches than interleaved ranks": (
         2,
         "parallel.pipeline=2 parallel.virtual_stages=2 parallel.pipeline_schedule=interleaved "
@@ -386,7 +392,9 @@ def test_a_recipe_of_some_layers_has_blocks_too() -> None:
     config = configuration("precision=fp8_current", "parallel.tensor=4")
     check(config, 4)
     config.precision.layer_recipes = [LayerRecipeConfig("*.up_proj", "fp8_block")]
-    assert "blocks of 128 in fp8_block must not straddle ranks" in refusal(config, 4)
+    line = refusal(config, 4)
+    assert "blocks of 128 in fp8_block must not straddle ranks" in line
+    assert "no recipe with blocks in precision and precision.layer_recipes" in line
 
 
 def test_weights_alone_have_no_blocks_of_tokens() -> None:
