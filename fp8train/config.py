@@ -171,7 +171,17 @@ class PrecisionConfig:
 
 @dataclass
 class GradientsConfig:
-    reduce: str = "auto"  # auto (e5m2 under FP8, else fp32) | e5m2 | bf16 | fp32 | fp16
+    """What travels, and how it is summed (docs/gradient-communication.md)."""
+
+    reduce: str = "auto"  # auto (e5m2 under FP8, else fp32) | e5m2 | e4m3 | bf16 | fp32 | fp16
+    inside: str = "auto"  # with replicas: inside one; auto (reduce, but eight bits → bf16)
+    scaling: str = "block"  # of eight bits: block (of 128) | tensor | none (rings only)
+    rounding: str = "nearest"  # of eight bits: nearest | stochastic
+    error_feedback: bool = False  # what an eight-bit cast loses comes on top of the next gradient
+    residual: str = "fp32"  # fp32 | bf16: what error feedback keeps, of unsharded size
+    algorithm: str = "all_to_all"  # all_to_all (summed in FP32) | ring (summed in the wire format)
+    accumulate: str = "unsharded"  # unsharded: one reduction a step; sharded: one a micro batch
+    audit_every: int = 0  # steps between comparisons with an FP32 reduction; 0: off
 
 
 @dataclass

@@ -10,6 +10,7 @@ from fp8train.config import FP8_RECIPES, Config, ConfigError
 from fp8train.layout import Layout, micro_batches, padded_vocabulary
 
 BLOCK_SIZES = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+LARGEST_RING = 8  # ranks that sum gradients in the wire format without a warning
 TE_MULTIPLE = 16  # of the tokens that Transformer Engine's GEMMs get
 
 
@@ -280,19 +281,25 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def warnings(config: Config, local_world_size: int) -> list[str]:
-    """What runs, but slower than it could: a line each, for the log.
+def warnings(config: Config, layout: Layout, local_world_size: int) -> list[str]:
+    """What runs, but slower or worse than it could: a line each, for the log.
 
     Args:
         local_world_size: number of processes on this machine.
     """
-    tensor = config.parallel.tensor
-    if local_world_size % tensor == 0:
-        return []
-    machines = -(-tensor // local_world_size)
-    spans = f"spans {machines} machines" if machines > 1 else "has groups that span 2 machines"
-    return [
-        f"parallel.tensor={tensor} {spans} of {local_world_size} processes: its collectives, two a "
-        f"block and direction, then cross the slow network; use "
-        f"{math.gcd(tensor, local_world_size)}, or another divisor of {local_world_size}"
-    ]
+    tensor, ranks, lines = layout.tensor, layout.shard * layout.context, []
+    if local_world_size % tensor:
+        machines = -(-tensor // local_world_size)
+        spans = f"spans {machines} machines" if machines > 1 else "has groups that span 2 machines"
+        lines.append(
+            f"parallel.tensor={tensor} {spans} of {local_world_size} processes: its collectives, "
+            f"two a block and direction, then cross the slow network; use "
+            f"{math.gcd(tensor, local_world_size)}, or another divisor of {local_world_size}"
+        )
+    if config.gradients.algorithm == "ring" and ranks > LARGEST_RING:
+        lines.append(
+            f"gradients.algorithm=ring over {ranks} ranks rounds {ranks} times: in E5M2 the mean "
+            f"of random gradients is 13% off over 8 ranks, 23% over 32, 43% over 128; "
+            f"gradients.algorithm=all_to_all is 5.3% off over any number"
+        )
+    return lines

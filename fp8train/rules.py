@@ -6,7 +6,7 @@ Nothing heavy is imported here either: `check` runs before any process group exi
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8train.config import (
     FORMATS,
@@ -16,10 +16,12 @@ from fp8train.config import (
     Config,
     ConfigError,
     PrecisionConfig,
+    written,
 )
 from fp8train.layout import Layout
 from fp8train.layout_rules import check_divides, check_layout
 
+EIGHT_BIT = {"e5m2", "e4m3"}  # wire formats of gradients that have scales
 LARGEST_LOSS_SCALE = 2.0**126  # its reciprocal is the smallest normal of FP32
 CHOICES = {
     "precision.recipe": ("bf16", "fp32", *RECIPES),
@@ -29,7 +31,13 @@ CHOICES = {
     "precision.amax_groups": ("all", "te"),
     "precision.emulation": ("fast", "exact"),
     "precision.accumulate": ("fp32", "hopper"),
-    "gradients.reduce": ("auto", "e5m2", "bf16", "fp32", "fp16"),
+    "gradients.reduce": ("auto", "e5m2", "e4m3", "bf16", "fp32", "fp16"),
+    "gradients.inside": ("auto", "bf16", "fp32", "fp16", "e5m2", "e4m3"),
+    "gradients.scaling": ("block", "tensor", "none"),
+    "gradients.rounding": ("nearest", "stochastic"),
+    "gradients.residual": ("fp32", "bf16"),
+    "gradients.algorithm": ("all_to_all", "ring"),
+    "gradients.accumulate": ("unsharded", "sharded"),
     "parallel.pipeline_schedule": ("1f1b", "interleaved", "zero_bubble"),
     "parallel.activation_checkpoint": ("none", "selective", "full"),
     "optimizer.name": ("adamw",),
@@ -75,6 +83,7 @@ AT_LEAST = {
     "schedule.min_lr_ratio": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "gradients.audit_every": 0,
     "logging.every": 1,
     "data.bpe_vocab_size": 257,
     "precision.margin": -16,
@@ -146,6 +155,7 @@ def check(config: Config, world_size: int) -> None:
     check_layout(config, layout)
     _check_optimizer(config)
     _check_loss_scale(config)
+    _check_gradients(config, layout)
 
 
 def _check_precision(config: Config) -> None:
@@ -297,14 +307,85 @@ def _check_loss_scale(config: Config) -> None:
         )
 
 
-def sent_as(config: Config, layout: Layout) -> str:
-    """The type in which a run's gradients travel, or none where no rank shares a parameter.
+def _check_gradients(config: Config, layout: Layout) -> None:
+    gradients, types = config.gradients, wire_types(config, layout)
+    eight_bit = {types.shard, types.replicate} & EIGHT_BIT
+    for key, default in (("rounding", "nearest"), ("error_feedback", False), ("scaling", "block")):
+        value = getattr(gradients, key)
+        if value != default and not eight_bit:
+            raise ConfigError(
+                f"gradients.{key}={written(value)} is for eight bits, and gradients.reduce="
+                f"{gradients.reduce} sends {types.replicate}: leave it out, or use "
+                f"gradients.reduce=e5m2"
+            )
+    if layout.replicate == 1 and gradients.inside != "auto":
+        raise ConfigError(
+            f"gradients.inside={gradients.inside} is for replicas, and parallel.replicate=1: leave "
+            f"it out, or use gradients.reduce"
+        )
+    ring = gradients.algorithm == "ring"
+    if gradients.scaling == "none" and not ring:
+        raise ConfigError(
+            "gradients.scaling=none loses small gradients and is there to show it, with "
+            "gradients.algorithm=ring alone: use block or tensor"
+        )
+    if ring:
+        _check_ring(config, layout)
+    if gradients.error_feedback and loss_scaling(config) == "dynamic":
+        raise ConfigError(
+            "gradients.error_feedback=true with a dynamic loss scale: what is kept for the next "
+            "step would have another scale; use trainer.loss_scale.mode=none or static"
+        )
+    if gradients.accumulate == "sharded" and layout.pipeline > 1:
+        raise ConfigError(
+            f"gradients.accumulate=sharded does not run with parallel.pipeline={layout.pipeline}, "
+            f"whose schedules reduce once a step: use unsharded"
+        )
 
-    Replicas that hold all parameters have FSDP's FP32 sum alone.
-    """
-    if layout.shard * layout.context > 1:
-        return gradient_reduction(config)
-    return "fp32" if layout.replicate > 1 else "none"
+
+def _check_ring(config: Config, layout: Layout) -> None:
+    """What a sum from rank to rank can't have."""
+    gradients = config.gradients
+    if layout.replicate > 1:
+        raise ConfigError(
+            f"gradients.algorithm=ring does not run with parallel.replicate={layout.replicate}: "
+            f"use all_to_all, or parallel.replicate=1"
+        )
+    for key, value in (("rounding", "stochastic"), ("error_feedback", True)):
+        if getattr(gradients, key) == value:
+            raise ConfigError(
+                f"gradients.{key}={written(value)} does not run with gradients.algorithm=ring, "
+                f"which rounds at every rank: use all_to_all"
+            )
+
+
+class WireTypes(NamedTuple):
+    """Formats of gradients on the wire, by the dimension of the layout."""
+
+    shard: str
+    replicate: str
+
+
+def wire_types(config: Config, layout: Layout) -> WireTypes:
+    """What `gradients.reduce` and `gradients.inside` stand for: the first is for the slowest
+    network that the layout has, between replicas if there are any."""
+    reduce, inside = gradient_reduction(config), config.gradients.inside
+    if layout.replicate == 1:
+        return WireTypes(reduce, reduce)
+    if inside == "auto":
+        inside = "bf16" if reduce in EIGHT_BIT else reduce
+    return WireTypes(inside, reduce)
+
+
+def sent_as(config: Config, layout: Layout) -> str:
+    """The type in which a run's gradients travel, as `bf16 inside, e5m2 between` where a replica is
+    divided, or none where no rank shares a parameter."""
+    types, divided = wire_types(config, layout), layout.shard * layout.context > 1
+    if layout.replicate == 1 and not divided:
+        return "none"
+    if not divided or types.shard == types.replicate:
+        return types.replicate
+    return f"{types.shard} inside, {types.replicate} between"
 
 
 def gradient_reduction(config: Config) -> str:

@@ -88,7 +88,10 @@ def test_the_default_name_has_model_precision_and_seed() -> None:
         (["trainer.global_batch_size=20"], "2 data-parallel ranks: use 16 or 32"),
         (["parallel.shard=4"], "needs 4 processes and there are 2: start as many, or set parallel"),
         (["parallel.pipeline_schedule=zigzag"], "choose one of 1f1b, interleaved, zero_bubble"),
-        (["gradients.reduce=fp4"], "gradients.reduce=fp4: choose one of auto, e5m2, bf16, fp32"),
+        (
+            ["gradients.reduce=fp4"],
+            "gradients.reduce=fp4: choose one of auto, e5m2, e4m3, bf16, fp32",
+        ),
         (["precision.format=e3m4"], "precision.format=e3m4: choose one of null, hybrid, e4m3"),
         (["precision.formats.wgrad.input=e6m2"], "precision.formats.wgrad.input=e6m2: choose one"),
         (

@@ -117,7 +117,7 @@ def train_a_model(overrides: list[str]) -> None:
     tokens = torch.randint(320, (1, config.trainer.sequence_length))
     rounds = micro_batches(config, parallel.mesh.layout)
     batches = [MicroBatch(tokens, tokens, number) for number in range(rounds)]
-    parallel.execution.train(batches, 1.0, lambda batch: None)
+    parallel.train(batches, 1.0, lambda batch: None)
 
 
 def test_a_model_and_its_threads_end_with_the_job() -> None:

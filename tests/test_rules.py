@@ -15,7 +15,7 @@ from fp8train.config import Config, ConfigError, LayerRecipeConfig, ModelConfig,
 from fp8train.layout import SIZES, Layout, micro_batches, stage_blocks
 from fp8train.layout_rules import BLOCK_SIZES, warnings
 from fp8train.planning.pipeline import actions
-from fp8train.rules import CHOICES, check
+from fp8train.rules import CHOICES, check, sent_as, wire_types
 
 
 def configuration(*overrides: str) -> Config:
@@ -489,14 +489,84 @@ def test_what_passes_can_be_divided(
     actions(layout, config.parallel.pipeline_schedule, count)
 
 
+def warned(overrides: str, ranks: int) -> list[str]:
+    """The warnings of a run on machines of 8 processes."""
+    config = configuration(*overrides.split())
+    return warnings(config, Layout.of(config.parallel, ranks), 8)
+
+
+def test_a_long_ring_is_warned_of() -> None:
+    for overrides in ("gradients.algorithm=ring", "gradients.algorithm=ring parallel.context=2"):
+        (line,) = warned(overrides, 16)
+        assert "ring over 16 ranks" in line and "23% over 32" in line and "all_to_all" in line
+    assert warned("gradients.algorithm=ring", 8) == []
+    assert warned("gradients.algorithm=ring parallel.tensor=2", 16) == []
+
+
+GRADIENTS_REFUSED = {
+    "precision=bf16 gradients.rounding=stochastic": (
+        "gradients.rounding=stochastic is for eight bits, and gradients.reduce=auto sends fp32",
+        "gradients.reduce=e5m2",
+    ),
+    "gradients.reduce=bf16 gradients.error_feedback=true": (
+        "gradients.error_feedback=true is for eight bits",
+        "gradients.reduce=e4m3",
+    ),
+    "gradients.inside=bf16": ("and parallel.replicate=1", "parallel.replicate=2"),
+    "gradients.scaling=none": ("gradients.scaling=none loses", "gradients.scaling=tensor"),
+    "gradients.algorithm=ring parallel.replicate=2": (
+        "does not run with parallel.replicate=2",
+        "parallel.replicate=1",
+    ),
+    "gradients.algorithm=ring gradients.error_feedback=true": (
+        "which rounds at every rank: use all_to_all",
+        "gradients.algorithm=all_to_all",
+    ),
+    "gradients.error_feedback=true trainer.loss_scale.mode=dynamic": (
+        "with a dynamic loss scale",
+        "trainer.loss_scale.mode=static",
+    ),
+    "gradients.accumulate=sharded parallel.pipeline=2": (
+        "does not run with parallel.pipeline=2",
+        "gradients.accumulate=unsharded",
+    ),
+}
+
+
+@pytest.mark.parametrize("overrides", GRADIENTS_REFUSED)
+def test_gradients_are_refused_with_advice_that_works(overrides: str) -> None:
+    says, change = GRADIENTS_REFUSED[overrides]
+    given = ["precision=fp8_current", *overrides.split()]
+    assert says in refusal(configuration(*given), 4)
+    check(configuration(*given, *change.split()), 4)
+
+
+def test_how_gradients_are_sent() -> None:
+    def of(overrides: str, ranks: int = 4) -> tuple[str, str, str]:
+        config = configuration("precision=fp8_current", *overrides.split())
+        layout = Layout.of(config.parallel, ranks)
+        return (*wire_types(config, layout), sent_as(config, layout))
+
+    assert of("") == ("e5m2", "e5m2", "e5m2")
+    assert of("", 1)[2] == of("parallel.tensor=4")[2] == "none"
+    assert of("precision=bf16") == ("fp32", "fp32", "fp32")
+    assert of("parallel.replicate=2") == ("bf16", "e5m2", "bf16 inside, e5m2 between")
+    assert of("parallel.replicate=4")[2] == "e5m2"
+    assert of("parallel.replicate=2 gradients.inside=fp32")[2] == "fp32 inside, e5m2 between"
+    assert of("parallel.replicate=2 gradients.reduce=fp32")[2] == "fp32"
+    assert of("parallel.replicate=2 gradients.reduce=bf16 gradients.inside=fp32") == (
+        *("fp32", "bf16", "fp32 inside, bf16 between"),
+    )
+
+
 def test_tensor_ranks_on_two_machines_are_warned_of() -> None:
-    (line,) = warnings(configuration("parallel.tensor=16"), 8)
+    (line,) = warned("parallel.tensor=16", 16)
     assert line == (
         "parallel.tensor=16 spans 2 machines of 8 processes: its collectives, two a block and "
         "direction, then cross the slow network; use 8, or another divisor of 8"
     )
-    (line,) = warnings(configuration("parallel.tensor=6"), 8)
+    (line,) = warned("parallel.tensor=6", 6)
     assert line.startswith("parallel.tensor=6 has groups that span 2 machines of 8 processes")
     assert line.endswith("use 2, or another divisor of 8")
     for tensor in (1, 2, 4, 8):
-        assert warnings(configuration(f"parallel.tensor={tensor}"), 8) == []
+        assert warned(f"parallel.tensor={tensor}", 8) == []

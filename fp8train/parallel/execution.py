@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8train.parallel.pipeline import Schedule, Stage
+from fp8train.parallel.reduction import GradientReduction
 from fp8train.parallel.vocabulary import IGNORE
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, targets → the sum of the losses
@@ -50,24 +51,44 @@ class Execution(Protocol):
 
 @dataclass
 class Sequential:
-    """The whole model on this rank: one micro batch after the other."""
+    """The whole model on this rank: one micro batch after the other.
+
+    Attributes:
+        reduction: of each micro batch's gradients; None: of their sum, with the last one.
+    """
 
     model: nn.Module
     loss: Loss
+    reduction: GradientReduction | None = None
 
     def train(
         self, batches: list[MicroBatch], weight: float, before: Callable[[MicroBatch], None]
     ) -> Tensor:
-        """As `Execution.train`; gradients add up unsharded in FP32 until the last micro batch."""
+        """As `Execution.train`; gradients add up unsharded in FP32 until the last micro batch, or
+        in the shards."""
         assert isinstance(self.model, FSDPModule)
         total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
         for index, batch in enumerate(batches):
-            self.model.set_requires_gradient_sync(index == len(batches) - 1)
+            last = index == len(batches) - 1
+            self.model.set_requires_gradient_sync(last or self.reduction is not None)
+            # FSDP2 would add to a gradient that is there one whose bytes are still on the way.
+            sums = self._take_gradients() if self.reduction is not None else []
             before(batch)
             loss = self.loss(self.model(batch.tokens), batch.targets)
             (loss * weight).backward()
             total += loss.detach()
+            if self.reduction is not None:
+                self.reduction.finish()
+                for before_it, parameter in sums:
+                    assert parameter.grad is not None
+                    parameter.grad.add_(before_it)
         return total
+
+    def _take_gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """The gradients that there are, taken away from their parameters, which are sharded now."""
+        found = [(p.grad, p) for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return found
 
     def evaluate(self, batches: list[MicroBatch], before: Callable[[MicroBatch], None]) -> Tensor:
         """As `Execution.evaluate`."""

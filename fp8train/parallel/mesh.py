@@ -18,8 +18,8 @@ class Mesh:
     Attributes:
         layout: the sizes.
         place: this rank's coordinates.
-        fsdp: [shard · context] ranks that parameters are divided over, in HSDP's case behind a
-            first dimension [replicate] of copies.
+        fsdp: [shard · context] ranks that parameters are divided over.
+        replicas: ranks that hold copies of this rank's shards.
         tensor: ranks that share each matrix.
         pipeline: ranks of the other stages, in order.
         context: ranks that share a sequence.
@@ -30,6 +30,7 @@ class Mesh:
     layout: Layout
     place: Place
     fsdp: DeviceMesh
+    replicas: dist.ProcessGroup
     tensor: DeviceMesh
     pipeline: dist.ProcessGroup
     context: dist.ProcessGroup
@@ -41,14 +42,12 @@ class Mesh:
         """Divide the default process group; every rank calls it."""
         sizes = tuple(getattr(layout, name) for name in SIZES)
         ranks = init_device_mesh(device.type, sizes, mesh_dim_names=SIZES)
-        fsdp = ranks["shard", "context"]._flatten("shard_context")
-        if layout.replicate > 1:
-            fsdp = DeviceMesh._concatenate([ranks["replicate"], fsdp])
         stage = ranks["replicate", "shard", "context", "tensor"]._flatten("stage")
         return cls(
             layout,
             layout.place(dist.get_rank()),
-            fsdp,
+            ranks["shard", "context"]._flatten("shard_context"),
+            ranks["replicate"].get_group(),
             ranks["tensor"],
             ranks["pipeline"].get_group(),
             ranks["context"].get_group(),

@@ -9,15 +9,16 @@ run under which recipe. After that, for each pipeline stage of this rank:
 4. tensor and context parallel: put the collectives between the modules;
 5. activation checkpointing: have each block's backward recompute what the configuration says;
 6. compile each block, if asked;
-7. FSDP: shard each block and the rest over the data-parallel ranks. FP32 shards are the master
-   weights, compute is BF16, gradients are accumulated in FP32, and our reduce-scatter takes the
-   place of FSDP2's;
+7. FSDP: shard each block and the rest over the data-parallel ranks of a replica. FP32 shards are
+   the master weights, compute is BF16, gradients are accumulated in FP32, and our reduction takes
+   the place of FSDP2's reduce-scatter and of its all-reduce between replicas;
 8. initial values, a function of seed and name alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -31,18 +32,18 @@ from fp8train.layout import Layout, micro_batches, padded_vocabulary, stage_bloc
 from fp8train.models.llama import AttentionCore, Llama, initial_std
 from fp8train.parallel import context, tensor
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
-from fp8train.parallel.execution import Execution, Pipelined, Sequential
+from fp8train.parallel.execution import Execution, MicroBatch, Pipelined, Sequential
 from fp8train.parallel.mesh import Mesh
 from fp8train.parallel.pipeline import Examples, Stage, keep_stage, put_off_wgrads, schedule
 from fp8train.parallel.quantized_gather import quantized_gathers
-from fp8train.parallel.reduction import AllToAllReduceScatter
+from fp8train.parallel.reduction import GradientReduction, Method
 from fp8train.parallel.vocabulary import cross_entropy
 from fp8train.precision.backends.nvidia import fuse_norms
 from fp8train.precision.convert import Conversion, convert
 from fp8train.precision.linear import LaterWgrads, Numerics
 from fp8train.precision.plan import LayerPlan, plan
-from fp8train.precision.wire import CODECS
-from fp8train.rules import gradient_reduction
+from fp8train.precision.wire import codec
+from fp8train.rules import wire_types
 
 
 @dataclass
@@ -71,7 +72,7 @@ class ParallelModel:
         parts: the pipeline stages that it consists of.
         mesh: who shares what with whom.
         execution: runs micro batches.
-        reduction: counts the gradient bytes this rank sends.
+        reduction: how its gradients travel.
         tied: embedding and head are one parameter.
     """
 
@@ -79,7 +80,7 @@ class ParallelModel:
     parts: list[Part]
     mesh: Mesh
     execution: Execution
-    reduction: AllToAllReduceScatter
+    reduction: GradientReduction
     tied: bool = False
 
     @property
@@ -106,11 +107,13 @@ class ParallelModel:
                 state |= conversion.delayed.state_dict()
         return state
 
-    def replica_bytes(self) -> int:
-        """Bytes that FSDP's all-reduce of FP32 shards between replicas sends in a step."""
-        copies = self.mesh.layout.replicate
-        shards = [p.to_local() for p in self.model.parameters() if isinstance(p, DTensor)]
-        return 2 * (copies - 1) * 4 * sum(shard.numel() for shard in shards) // copies
+    def train(
+        self, batches: list[MicroBatch], weight: float, before: Callable[[MicroBatch], None]
+    ) -> Tensor:
+        """As `Execution.train`; the gradients are complete after it."""
+        total = self.execution.train(batches, weight, before)
+        self.reduction.finish()
+        return total
 
     def release_weights(self) -> None:
         """Free the gathered weights, which FSDP2 keeps for a backward, after a forward that has
@@ -160,7 +163,7 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
     """
     layout = Layout.of(config.parallel, torch.distributed.get_world_size())
     mesh = Mesh.of(layout, device)
-    reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
+    reduction = gradient_reduction(config, mesh)
     parts = sharded_parts(config, mesh, device, backend, reduction)
     for part in parts:
         part.model.to_empty(device=device)
@@ -169,7 +172,7 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
         union([part.model for part in parts]),
         parts,
         mesh,
-        execution(parts, config, mesh, device),
+        execution(parts, config, mesh, device, reduction),
         reduction,
         config.model.tie_embeddings,
     )
@@ -180,7 +183,7 @@ def sharded_parts(
     mesh: Mesh,
     device: torch.device,
     backend: str,
-    reduction: AllToAllReduceScatter,
+    reduction: GradientReduction,
 ) -> list[Part]:
     """This rank's stages on the meta device, steps 1 to 7."""
     layout, model = mesh.layout, config.model
@@ -189,7 +192,7 @@ def sharded_parts(
     parts = []
     for index in layout.stages_of(mesh.place.pipeline):
         part = build_part(index, blocks[index], config, mesh, plans, device, backend)
-        shard(part.model, config, mesh, reduction)
+        shard(part.model, config, mesh, reduction, index)
         parts.append(part)
     return parts
 
@@ -238,25 +241,55 @@ def build_part(
     return Part(index, model, conversion, later)
 
 
-def shard(model: Llama, config: Config, mesh: Mesh, reduction: AllToAllReduceScatter) -> None:
+def gradient_reduction(config: Config, mesh: Mesh) -> GradientReduction:
+    """How the configured model's gradients travel over a mesh."""
+    gradients, types = config.gradients, wire_types(config, mesh.layout)
+    residual = {"fp32": torch.float32, "bf16": torch.bfloat16}[gradients.residual]
+    ring = gradients.algorithm == "ring"
+    method = Method(
+        # A ring has one scale for all ranks, outside of its messages.
+        codec(types.shard, "none" if ring else gradients.scaling),
+        codec(types.replicate, gradients.scaling),
+        stochastic=gradients.rounding == "stochastic",
+        seed=config.trainer.seed,
+        residual=residual if gradients.error_feedback else None,
+        ring=ring,
+        ring_scaled=gradients.scaling != "none",
+    )
+    replicas = mesh.replicas if mesh.layout.replicate > 1 else None
+    # A GPU runs a module's reduction in a stream of its own, with nothing to be put off.
+    return GradientReduction(method, replicas, deferred=mesh.fsdp.device_type == "cpu")
+
+
+def shard(
+    model: Llama, config: Config, mesh: Mesh, reduction: GradientReduction, stage: int
+) -> None:
     """Divide parameters, gradients and optimizer states over the data-parallel ranks."""
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(config),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay FP32
     )
-    for module in (*model.layers.values(), model):
-        # A stage runs many micro batches a step, and would gather its weights for each.
-        stays = mesh.layout.pipeline > 1
-        fully_shard(
-            module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False if stays else None
-        )
+    # A stage runs many micro batches a step, and would gather its weights for each.
+    reshard = False if mesh.layout.pipeline > 1 else None
+    blocks = {f"layers.{number}": block for number, block in model.layers.items()}
+    for name, module in {**blocks, f"stage.{stage}": model}.items():
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
+        ours = reduction.of_module(name)
         # By shape, not by class: FSDP2's ReduceScatter is not a public name.
-        module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(ours)  # type: ignore[arg-type]
+        if mesh.fsdp.size() == 1 and reduction.replicas is not None:
+            module.set_all_reduce_hook(ours.between_replicas)
 
 
-def execution(parts: list[Part], config: Config, mesh: Mesh, device: torch.device) -> Execution:
+def execution(
+    parts: list[Part],
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    reduction: GradientReduction,
+) -> Execution:
     """How micro batches run through this rank's parts."""
     model, trainer, layout = config.model, config.trainer, mesh.layout
     rows = padded_vocabulary(model) // layout.tensor
@@ -267,7 +300,8 @@ def execution(parts: list[Part], config: Config, mesh: Mesh, device: torch.devic
         return cross_entropy(logits, targets, model.vocab_size, group, first).sum()
 
     if layout.pipeline == 1:
-        return Sequential(parts[0].model, loss)
+        sharded = config.gradients.accumulate == "sharded"
+        return Sequential(parts[0].model, loss, reduction if sharded else None)
     examples = Examples.of(
         layout,
         trainer.micro_batch_size,

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
-
-import torch
 
 from fp8train.config import Config
 from fp8train.layout import Layout, micro_batches
@@ -33,8 +30,8 @@ from fp8train.planning.pipeline import Gather, gathers
 from fp8train.precision.plan import LayerPlan
 from fp8train.precision.recipes import ROLES, DelayedScaling, NVFP4Scaling
 from fp8train.precision.tensor import TENSOR
-from fp8train.precision.wire import CODECS
-from fp8train.rules import gradient_reduction
+from fp8train.precision.wire import codec
+from fp8train.rules import EIGHT_BIT, wire_types
 
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}  # · (N − 1)/N
 NAMES = {"self_attn": "attention", "mlp": "MLP"}  # of a block's branches
@@ -226,32 +223,46 @@ def _tied(step: _Step, config: Config, weights: list[Weight]) -> None:
 
 
 def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
-    """Weights gathered in the type of computation, gradients reduced in their wire format and over
-    replicas in FP32.
+    """Weights gathered in the type of computation, gradients reduced in their wire formats.
 
     Without a pipeline a block is gathered for each forward and again for its backward, the root
-    once for both; of a pipeline as `gathers` says. Gradients are reduced once a step.
+    once for both; of a pipeline as `gathers` says.
     """
     layout, width, schedule = step.layout, compute_bytes(config), config.parallel.pipeline_schedule
     place = stage % layout.pipeline
     gathered = gathers(layout, schedule, rounds, place).count(Gather(True, stage))
     ranks, group = fsdp_ranks(layout), ("shard", "context")
     dtype = "fp32" if width == 4 else "bf16"
-    codec = gradient_reduction(config)
+    reductions = rounds if config.gradients.accumulate == "sharded" else 1
     for unit, parts in units(stage_weights(config.model, layout, stage)).items():
         shard = sum(weight.shard(ranks) for weight in parts)
         each = rounds * (1 if unit == ROOT else 2)
         times = gathered if layout.pipeline > 1 else each
         step.add(group, "weights", "all-gather", Message(dtype, width * shard * ranks), times)
-        wire = Message(codec, wire_bytes(codec, shard) * ranks)
-        step.add(group, "gradients", "all-to-all", wire, 1)
-        step.add(("replicate",), "gradients", "all-reduce", Message("fp32", 4 * shard), 1)
+        _reduction(step, config, shard, reductions)
 
 
-@cache
-def wire_bytes(codec: str, size: int) -> int:
-    """Bytes of a message of so many gradients: what the codec makes of them on the meta device."""
-    return CODECS[codec].encode(torch.empty(1, size, device="meta")).numel()
+def _reduction(step: _Step, config: Config, shard: int, times: int) -> None:
+    """A unit's gradients, by `parallel.reduction`.
+
+    Args:
+        shard: elements that a rank owns.
+    """
+    layout, gradients, group = step.layout, config.gradients, ("shard", "context")
+    ranks, copies, types = fsdp_ranks(layout), layout.replicate, wire_types(config, layout)
+    if gradients.algorithm == "ring":
+        message = Message(types.shard, codec(types.shard, "none").width(shard))
+        step.add(group, "gradients", "send", message, times * (ranks - 1))
+        if types.shard in EIGHT_BIT and gradients.scaling != "none":
+            step.add(group, "gradients' amax", "all-reduce", Message("fp32", 4), times)
+        return
+    width = codec(types.shard, gradients.scaling).width(shard)
+    step.add(group, "gradients", "all-to-all", Message(types.shard, width * ranks), times)
+    part = -(-shard // copies)
+    width = codec(types.replicate, gradients.scaling).width(part)
+    message = Message(types.replicate, width * copies)
+    step.add(("replicate",), "gradients", "all-to-all", message, times)
+    step.add(("replicate",), "mean gradients", "all-gather", message, times)
 
 
 def _block_amax(step: _Step, counts: Activations, number: int, rounds: int) -> None:

@@ -9,6 +9,7 @@ from fp8train.layout import Layout, micro_batches
 from fp8train.planning.activations import Activations, total
 from fp8train.planning.parameters import (
     ROOT,
+    Weight,
     compute_bytes,
     fsdp_ranks,
     plans,
@@ -17,6 +18,7 @@ from fp8train.planning.parameters import (
     units,
 )
 from fp8train.planning.pipeline import InFlight, actions, gathers, most_in_flight
+from fp8train.rules import EIGHT_BIT, wire_types
 
 FP32 = 4  # bytes
 GIB = 1 << 30
@@ -35,8 +37,9 @@ class Memory:
         sharded_parameters: elements after FSDP divided them too.
         masters: FP32 shards.
         optimizer: AdamW's two moments, FP32 shards.
-        gradients: FP32 shards.
+        gradients: FP32 shards; with their sum where they are added up sharded.
         unsharded_gradients: before they are reduced.
+        residuals: what error feedback keeps, of the last step and of this one.
         weights: gathered, in the type of computation.
         quantized_weights: copies that are held from forward to backward.
         activations: what backward needs, of all micro batches in flight.
@@ -49,6 +52,7 @@ class Memory:
     optimizer: int
     gradients: int
     unsharded_gradients: int
+    residuals: int
     weights: int
     quantized_weights: int
     activations: int
@@ -73,8 +77,9 @@ def memory(config: Config, layout: Layout, pipeline_coordinate: int) -> Memory:
         sharded_parameters=shard,
         masters=FP32 * shard,
         optimizer=2 * FP32 * shard,
-        gradients=FP32 * shard,
+        gradients=FP32 * shard * (2 if _accumulates_sharded(config, layout) else 1),
         unsharded_gradients=_unsharded_gradients(config, layout, sizes),
+        residuals=_residuals(config, layout, weights),
         weights=compute_bytes(config) * _gathered(config, layout, pipeline_coordinate, sizes),
         quantized_weights=quantized,
         activations=activations,
@@ -108,12 +113,34 @@ def _unsharded_gradients(config: Config, layout: Layout, sizes: dict[str, int]) 
     """Bytes of gradients before they are reduced.
 
     One unit's at a time, as backward makes them and in FP32 for the reduction; and with more than
-    one micro batch the sum of all units over the micro batches, unsharded in FP32.
+    one micro batch the sum of all units over the micro batches, unsharded in FP32, unless each is
+    reduced.
     """
     at_work = (compute_bytes(config) + FP32) * max(sizes.values())
-    if micro_batches(config, layout) == 1 and layout.pipeline == 1:
+    one = micro_batches(config, layout) == 1 and layout.pipeline == 1
+    if one or _accumulates_sharded(config, layout):
         return at_work
     return FP32 * sum(sizes.values()) + at_work
+
+
+def _accumulates_sharded(config: Config, layout: Layout) -> bool:
+    return config.gradients.accumulate == "sharded" and micro_batches(config, layout) > 1
+
+
+def _residuals(config: Config, layout: Layout, weights: list[Weight]) -> int:
+    """Bytes of what eight-bit casts of a unit's gradients lose, by stage of the reduction."""
+    gradients, types, ranks = config.gradients, wire_types(config, layout), fsdp_ranks(layout)
+    if not gradients.error_feedback:
+        return 0
+    elements = 0
+    for parts in units(weights).values():
+        shard = sum(weight.shard(ranks) for weight in parts)
+        part = -(-shard // layout.replicate)
+        if types.shard in EIGHT_BIT and ranks > 1:
+            elements += shard * ranks
+        if types.replicate in EIGHT_BIT and layout.replicate > 1:
+            elements += part * layout.replicate + part  # what is sent, and the mean
+    return 2 * elements * {"fp32": 4, "bf16": 2}[gradients.residual]
 
 
 def _in_flight(config: Config, layout: Layout, pipeline: int) -> tuple[int, int, int]:

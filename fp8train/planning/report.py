@@ -22,6 +22,7 @@ PARTS = {
     "optimizer": "optimizer",
     "gradients": "gradients, sharded",
     "unsharded_gradients": "gradients, whole",
+    "residuals": "error feedback",
     "weights": "weights",
     "quantized_weights": "weights, quantised",
     "activations": "activations",
@@ -136,6 +137,8 @@ def _print_memory(
         table.add_row(title, *(f"{count / 1e6:,.1f} M" for count in counts))
     for name, title in PARTS.items():
         sizes = [[getattr(held, name) for held, _ in kind] for kind in kinds.values()]
+        if not any(map(any, sizes)):
+            continue
         style = "bold" if name == "total" else None
         table.add_row(title, *map(span, sizes), style=style)
     console.print(table)

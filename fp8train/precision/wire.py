@@ -1,21 +1,37 @@
 """Tensors as bytes for the wire: what the gradient collectives send.
 
-An E5M2 message is one byte an element and one E8M0 byte a block of 128 for its scale, a power of
-two: 1.0078 bytes an element. NaN and Inf are seen before a scale is formed: a block that holds
-one gets E8M0's NaN, so the receiver's sum is NaN and the step is skipped, never silently clipped.
+An eight-bit message is one byte an element and, behind them, one E8M0 byte a scale, a power of two:
+a scale a block of 128 costs 1.0078 bytes an element. NaN and Inf are seen before a scale is formed:
+a block that holds one gets E8M0's NaN, so the receiver's sum is NaN and the step is skipped, never
+silently clipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8train.precision.formats import E5M2, Format, cast, decode, e8m0_decode, e8m0_encode
+from fp8train.precision.formats import (
+    E4M3,
+    E5M2,
+    Format,
+    cast,
+    decode,
+    e8m0_decode,
+    e8m0_encode,
+    round_to_grid,
+)
+from fp8train.precision.kernels import wire_kernels
+from fp8train.precision.quantize import Draw
 from fp8train.precision.scaling import scale_from_amax
+
+BLOCK = 128  # elements that share a scale
+NAN = 0x7F  # NaN's byte in E5M2 and in E4M3
 
 
 class Codec(Protocol):
@@ -24,18 +40,27 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
-    def encode(self, x: Tensor) -> Tensor:
-        """FP32 [N, S] → uint8 [N, W], one message a row."""
+    def width(self, size: int) -> int:
+        """Bytes of a message of so many elements."""
+        ...
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """FP32 [N, S] → uint8 [N, W], one message a row, to nearest even or, with a draw,
+        stochastically."""
         ...
 
     def decode(self, message: Tensor, size: int) -> Tensor:
         """uint8 [W] → FP32 [S], for S = size."""
         ...
 
+    def add(self, total: Tensor, message: Tensor) -> None:
+        """Add a message's values to total, FP32 [S], in place."""
+        ...
+
 
 @dataclass(frozen=True)
 class Plain:
-    """The values themselves, rounded to dtype (FP32, BF16 or FP16).
+    """The values themselves, rounded to dtype (FP32, BF16 or FP16), always to nearest even.
 
     FP16's range is narrow: from 65520 on a value becomes Inf, so that the step is skipped and the
     loss scale backs off, and below 2^-25 it becomes 0, which a loss scale is there to prevent.
@@ -44,40 +69,125 @@ class Plain:
     name: str
     dtype: torch.dtype
 
-    def encode(self, x: Tensor) -> Tensor:
+    def width(self, size: int) -> int:
+        """As `Codec.width`."""
+        return size * self.dtype.itemsize
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """As `Codec.encode`."""
         return x.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, message: Tensor, size: int) -> Tensor:
+        """As `Codec.decode`."""
         return message.view(self.dtype).float()
+
+    def add(self, total: Tensor, message: Tensor) -> None:
+        """As `Codec.add`."""
+        total.add_(message.view(self.dtype))  # widened exactly, then one FP32 sum
 
 
 @dataclass(frozen=True)
-class BlockScaled:
-    """Eight-bit values with a power-of-two scale a block, from the block's amax."""
+class EightBit:
+    """Eight-bit values with power-of-two scales from the amaxes of what shares them.
 
-    name: str = "e5m2"
-    fmt: Format = E5M2
-    block: int = 128
+    Attributes:
+        scaling: "block", a scale for 128 elements; "tensor", one a message; "none", for the
+            comparison: values below the format's smallest are lost, those above its largest become
+            it.
+    """
 
-    def encode(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        blocks = F.pad(x, (0, -x.shape[1] % self.block)).view(rows, -1, self.block)
-        amax = blocks.abs().amax(dim=-1, keepdim=True)  # NaN and Inf both come through
+    name: str
+    fmt: Format
+    scaling: str = "block"
+
+    def block(self, size: int) -> int:
+        """Elements that share a scale; 0 without scales."""
+        return {"block": min(BLOCK, size), "tensor": size, "none": 0}[self.scaling]
+
+    def width(self, size: int) -> int:
+        """As `Codec.width`."""
+        block = self.block(size)
+        return size + (-(-size // block) if block else 0)
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """As `Codec.encode`."""
+        size = x.shape[1]
+        if size and wire_kernels.usable(x) and x.dtype == torch.float32:
+            numbers = None if draw is None else draw.numbers(x)
+            block = self.block(size)
+            return wire_kernels.encode(x, self.width(size), block, self.fmt, numbers)
+        return self.encode_plainly(x, draw)
+
+    def encode_plainly(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """`encode` in torch operators, for any device: the definition of the kernels' bits."""
+        rows, size = x.shape
+        if self.scaling == "none":
+            return torch.where(x.isfinite(), self._payload(x, draw), NAN)
+        if size == 0:
+            return torch.empty(rows, 0, dtype=torch.uint8, device=x.device)
+        block = self.block(size)
+        amax = F.pad(x.abs(), (0, -size % block)).view(rows, -1, block).amax(dim=-1)
+        finite = amax.isfinite()  # NaN and Inf both come through amax
         scale = scale_from_amax(amax, self.fmt.max, power_of_two=True)
-        payload = cast(blocks * scale, self.fmt).view(torch.uint8).view(rows, -1)
-        scale_inv = torch.where(amax.isfinite(), 1 / scale, torch.nan)
-        return torch.cat((payload, e8m0_encode(scale_inv).view(rows, -1)), dim=1)
+        payload = self._payload(x * self._wide(scale, size), draw)
+        payload = torch.where(self._wide(finite, size), payload, 0)
+        stored = e8m0_encode(torch.where(finite, 1 / scale, torch.nan))
+        return torch.cat((payload, stored), dim=1)
+
+    def _payload(self, y: Tensor, draw: Draw | None) -> Tensor:
+        """The bytes of scaled values [N, S]."""
+        if draw is not None:
+            y = round_to_grid(y, self.fmt, draw.noise(y))
+        return cast(y, self.fmt).view(torch.uint8)
+
+    def _wide(self, per_block: Tensor, size: int) -> Tensor:
+        """One value a block [..., B] → one an element [..., S]."""
+        return per_block.repeat_interleave(self.block(size), dim=-1)[..., :size]
 
     def decode(self, message: Tensor, size: int) -> Tensor:
-        count = -(-size // self.block)
-        payload, scale_inv = message.split((count * self.block, count))
-        values = decode(payload, self.fmt).view(count, self.block)
-        return (values * e8m0_decode(scale_inv)[:, None]).view(-1)[:size]
+        """As `Codec.decode`."""
+        out = torch.empty(size, device=message.device)
+        if wire_kernels.usable(out, message):
+            wire_kernels.decode_into(out, message, self.block(size), self.fmt, add=False)
+            return out
+        return self.decode_plainly(message, size)
+
+    def decode_plainly(self, message: Tensor, size: int) -> Tensor:
+        """`decode` in torch operators."""
+        values = decode(message[:size].contiguous(), self.fmt)
+        if self.scaling == "none" or size == 0:
+            return values
+        return values * self._wide(e8m0_decode(message[size:]), size)
+
+    def add(self, total: Tensor, message: Tensor) -> None:
+        """As `Codec.add`."""
+        if wire_kernels.usable(total, message):
+            block = self.block(total.numel())
+            wire_kernels.decode_into(total, message, block, self.fmt, add=True)
+        else:
+            total.add_(self.decode_plainly(message, total.numel()))
+
+    def saturated(self, messages: Tensor, size: int) -> Tensor:
+        """How many elements of messages [N, W] are the format's largest magnitude, int64."""
+        largest = int(cast(torch.tensor([self.fmt.max]), self.fmt).view(torch.uint8))
+        return ((messages[:, :size] & 0x7F) == largest).sum()
+
+    def flushed(self, messages: Tensor, x: Tensor) -> Tensor:
+        """How many elements of x [N, S] that are not zero have become it, int64."""
+        return (((messages[:, : x.shape[1]] & 0x7F) == 0) & (x != 0)).sum()
 
 
-CODECS: dict[str, Codec] = {
+PLAIN = {
     "fp32": Plain("fp32", torch.float32),
     "bf16": Plain("bf16", torch.bfloat16),
     "fp16": Plain("fp16", torch.float16),
-    "e5m2": BlockScaled(),
 }
+FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
+
+
+@cache
+def codec(name: str, scaling: str = "block") -> Codec:
+    """The codec of a wire format; `scaling` is for those of eight bits."""
+    if name in PLAIN:
+        return PLAIN[name]
+    return EightBit(name, FORMATS[name], scaling)

@@ -8,6 +8,7 @@ of ranks.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,10 +33,12 @@ from fp8train.config import Config, ConfigError, flattened, written
 from fp8train.parallel.parallelize import ParallelModel
 from fp8train.rules import gradient_reduction
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 # One entry a parameter instead of a list of them, which would be another list in each stage.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
+GRADIENTS = ("scaling", "rounding", "error_feedback", "algorithm")  # what decides their values
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -80,7 +85,10 @@ def held(config: Config) -> dict[str, Any]:
     return {
         "model": model,
         "precision": precision,
-        "gradients": {"reduce": gradient_reduction(config)},
+        "gradients": {
+            "reduce": gradient_reduction(config),
+            **{key: getattr(config.gradients, key) for key in GRADIENTS},
+        },
         "data": {"eod_mask_loss": config.data.eod_mask_loss},
     }
 
@@ -97,7 +105,7 @@ def read_manifest(checkpoint: Path, config: Config, fingerprint: str) -> Progres
     theirs = flattened(manifest)
     for key, value in flattened(held(config)).items():
         if theirs.get(key) != value:
-            group = "gradient reduction" if key == "gradients.reduce" else key.partition(".")[0]
+            group = key.partition(".")[0].replace("gradients", "gradient reduction")
             raise ConfigError(
                 f"{checkpoint} is a checkpoint of another {group}: {key} is "
                 f"{written(theirs.get(key))} there and {written(value)} here; use its "
@@ -136,6 +144,7 @@ def save(
         manifest = {
             "progress": asdict(progress),
             "data_fingerprint": fingerprint,
+            "layout": str(parallel.mesh.layout),
             **held(config),
         }
         with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -161,9 +170,11 @@ def _sync(folder: Path) -> None:
 
 
 def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer and recipe state from a checkpoint; every rank calls it.
+    """Fill model, optimizer, recipe state and what error feedback keeps from a checkpoint; every
+    rank calls it.
 
-    The optimizer's settings (decay, betas, eps) stay those of the configuration.
+    The optimizer's settings (decay, betas, eps) stay those of the configuration. What error
+    feedback keeps is a rank's own: another layout starts anew, and a line says so.
 
     Raises:
         ConfigError: it can't be read.
@@ -174,7 +185,8 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
     ]
     state = _state(parallel, optimizer)
     try:
-        dcp.load(state, checkpoint_id=checkpoint)  # fills the delayed-scaling tensors in place
+        state["residuals"] = _room_for_residuals(checkpoint, parallel)
+        dcp.load(state, checkpoint_id=checkpoint)  # fills the tensors in place
     except (Exception, CheckpointException) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ConfigError(
@@ -183,6 +195,10 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
         ) from error
     if parallel.tied:
         _to_own_names(state, parallel)
+    mine = _of_rank()
+    parallel.reduction.restore(
+        {key.removeprefix(mine): kept for key, kept in state["residuals"].items()}
+    )
     set_model_state_dict(parallel.model, state["model"])
     set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"], options=FLAT)
     for group, configured in zip(optimizer.param_groups, settings, strict=True):
@@ -198,7 +214,38 @@ def _state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[st
         _to_one_name(state)
     if delayed := parallel.delayed_state():
         state["delayed_scaling"] = delayed
+    if residuals := parallel.reduction.residuals():
+        state["residuals"] = {_of_rank() + key: kept for key, kept in residuals.items()}
     return state
+
+
+def _of_rank() -> str:
+    """What this rank's own entries begin with."""
+    return f"rank {dist.get_rank()}: "
+
+
+def _room_for_residuals(checkpoint: Path, parallel: ParallelModel) -> dict[str, Tensor]:
+    """Empty tensors for what a checkpoint has kept for this rank's error feedback."""
+    prefix = "residuals."
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    kept = {key: value for key, value in entries.items() if key.startswith(prefix)}
+    there, here = (_manifest(checkpoint) or {}).get("layout"), str(parallel.mesh.layout)
+    if kept and there != here:
+        log.info(
+            "error feedback starts anew: %s was saved as %s, and this run is %s",
+            checkpoint,
+            there,
+            here,
+        )
+        return {}
+    device = parallel.mesh.fsdp.device_type
+    return {
+        key.removeprefix(prefix): torch.empty(
+            value.size, dtype=value.properties.dtype, device=device
+        )
+        for key, value in kept.items()
+        if key.startswith(prefix + _of_rank()) and isinstance(value, TensorStorageMetadata)
+    }
 
 
 def _to_one_name(state: dict[str, Any]) -> None:

@@ -18,12 +18,9 @@ from fp8train.config import Config
 from fp8train.layout import Layout
 from fp8train.parallel import runtime
 from fp8train.parallel.mesh import Mesh
-from fp8train.parallel.parallelize import sharded_parts
-from fp8train.parallel.reduction import AllToAllReduceScatter
+from fp8train.parallel.parallelize import gradient_reduction, sharded_parts
 from fp8train.planning.memory import memory
 from fp8train.planning.report import merged, report
-from fp8train.precision.wire import CODECS
-from fp8train.rules import gradient_reduction
 
 CPU = torch.device("cpu")
 WIDTH = 200  # columns of a file or pipe: room for all tables
@@ -63,8 +60,9 @@ def build(config: Config, layout: Layout, pipeline: int) -> int:
     rank = pipeline * layout.ranks_a_stage
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        reduction = AllToAllReduceScatter(CODECS[gradient_reduction(config)])
-        parts = sharded_parts(config, Mesh.of(layout, CPU), CPU, "emulated", reduction)
+        mesh = Mesh.of(layout, CPU)
+        reduction = gradient_reduction(config, mesh)
+        parts = sharded_parts(config, mesh, CPU, "emulated", reduction)
         parameters = [p for part in parts for p in part.model.parameters()]
         return sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
     finally:

@@ -13,6 +13,7 @@ from fp8train.config import Config
 from fp8train.data.dataset import PreparedData
 from fp8train.data.order import TrainSamples, validation_samples
 from fp8train.layout import micro_batches
+from fp8train.parallel.audit import Audit
 from fp8train.parallel.context import positions
 from fp8train.parallel.execution import MicroBatch
 from fp8train.parallel.parallelize import ParallelModel
@@ -38,6 +39,7 @@ class StepResult:
         skipped: the gradient was not finite, so masters and scales stayed as they were.
         loss_scale: of this step; 1 where scaling is off.
         telemetry: of the quantised layers, by LAYER.ROLE; None where the step is no sample.
+        gradient_audit: as `Audit.report`; None where the step is not audited.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class StepResult:
     skipped: bool
     loss_scale: float
     telemetry: dict[str, Statistics] | None
+    gradient_audit: dict[str, float] | None
 
 
 class Learner:
@@ -88,6 +91,8 @@ class Learner:
         self.parallel.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self.telemetry.begin_step(progress.step + 1)
+        audit = self._audit()
+        self.parallel.reduction.begin_step(progress.step, audit)
         loss = self._gradients()
         telemetry = self._end_telemetry()
         self.loss_scaler.unscale(self.parallel.model.parameters())
@@ -104,8 +109,14 @@ class Learner:
         )
         self._update(rate, skipped)
         self.loss_scaler.update(skipped)
-        sent = self.parallel.reduction.take_bytes() + self.parallel.replica_bytes()
-        return StepResult(loss, grad_norm, rate, sent, skipped, scale, telemetry)
+        self.parallel.reduction.end_step(skipped=skipped)
+        sent, audited = self.parallel.reduction.take_bytes(), audit.report() if audit else None
+        return StepResult(loss, grad_norm, rate, sent, skipped, scale, telemetry, audited)
+
+    def _audit(self) -> Audit | None:
+        """What compares this step's reduction with one in FP32; None where it is not asked for."""
+        every = self.config.gradients.audit_every
+        return Audit(self.device) if every and (self.progress.step + 1) % every == 0 else None
 
     def _gradients(self) -> float:
         """Leave the mean gradient in the FP32 shards, times the loss scale.
@@ -123,7 +134,7 @@ class Learner:
         # A micro batch's loss is its mean, in size, in every layout: output gradients that delayed
         # scaling meets must not depend on how many micro batches there are elsewhere.
         weight = len(batches) * data / max(targets, 1)
-        total = self.parallel.execution.train(batches, weight * self.loss_scaler.scale, self._begin)
+        total = self.parallel.train(batches, weight * self.loss_scaler.scale, self._begin)
         # FSDP has averaged over the ranks that have samples or positions of their own.
         divide(self.parallel.model.parameters(), len(batches) / self.mesh.layout.context)
         return self._sum(total) / max(targets, 1)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8train.config import Config, PrecisionConfig, flattened, written
+from fp8train.layout import Layout
 from fp8train.parallel.runtime import Ranks
 from fp8train.planning.flops import fp8_fraction, model_flops, parameter_count
 from fp8train.precision.convert import Conversion
@@ -109,6 +110,7 @@ class Reporter:
                 "bytes_reduced": result.bytes_reduced,
                 "skipped_steps": progress.skipped_steps,
                 **({"loss_scale": result.loss_scale} if scaled else {}),
+                **({"gradient_audit": audit} if (audit := result.gradient_audit) else {}),
             }
         )
 
@@ -170,13 +172,6 @@ class Reporter:
         """The banner's lines, by name."""
         config, trainer = self.config, self.config.trainer
         note = " (right numerics, no speed-up)" if self.backend == "emulated" else ""
-        layout = self.learner.mesh.layout
-        sent, between = sent_as(config, layout), ""
-        if layout.replicate > 1 and layout.shard * layout.context > 1:
-            between = " inside a replica and as fp32 between"
-        gradients = f"sent as {sent}{between}, summed in FP32"
-        if sent == "none":
-            gradients = "not sent: no two ranks hold the same parameters"
         facts = {
             "run": f"{config.run.name} in {self.folder.path}",
             "model": f"{config.model.name}, {self.parameters:,} parameters",
@@ -184,7 +179,7 @@ class Reporter:
             "recipe": f"{config.precision.recipe}, backend {self.backend}{note}",
             "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
             "eight bits or fewer",
-            "gradients": gradients,
+            "gradients": gradients_in_words(config, self.learner.mesh.layout),
             "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
@@ -204,6 +199,24 @@ class Reporter:
         if self.learner.progress.step:
             facts["resumed"] = f"from step {self.learner.progress.step}"
         return facts
+
+
+def gradients_in_words(config: Config, layout: Layout) -> str:
+    """How gradients travel and are summed."""
+    gradients, sent = config.gradients, sent_as(config, layout)
+    if sent == "none":
+        return "not sent: no two ranks hold the same parameters"
+    summed = f"in {sent.upper()}, in a ring" if gradients.algorithm == "ring" else "in FP32"
+    words = [f"sent as {sent}, summed {summed}"]
+    if gradients.scaling != "block":
+        words.append(f"scaling {gradients.scaling}")
+    if gradients.rounding == "stochastic":
+        words.append("rounded stochastically")
+    if gradients.error_feedback:
+        words.append("with error feedback")
+    if gradients.accumulate == "sharded":
+        words.append("after each micro batch")
+    return ", ".join(words)
 
 
 def options_set(precision: PrecisionConfig) -> str:

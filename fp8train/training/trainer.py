@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fp8train.config import Config, ConfigError
 from fp8train.data.dataset import PreparedData, prepare
 from fp8train.data.order import fingerprint
+from fp8train.layout import Layout
 from fp8train.layout_rules import warnings
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import parallelize, precise_model
@@ -43,7 +44,8 @@ def train(config: Config) -> int:
     check(config, world_size)
     if config.dry_run:
         return dry_run(config, world_size) if ranks.is_first else 0
-    for line in warnings(config, ranks.local_world_size):
+    layout = Layout.of(config.parallel, world_size)
+    for line in warnings(config, layout, ranks.local_world_size):
         log.warning(line)
     check_wandb_mode()
     device = runtime.choose_device(config.trainer.device, ranks)

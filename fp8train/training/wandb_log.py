@@ -39,7 +39,7 @@ class WandbLog:
                 config.precision.recipe,
                 config.run.recipe or config.model.name,
                 *sizes,
-                f"reduce-{sent_as(config, layout)}",
+                f"reduce-{sent_as(config, layout).replace(', ', '-').replace(' ', '-')}",
             ],
             "config": asdict(config),
             "dir": str(folder),

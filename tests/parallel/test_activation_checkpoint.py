@@ -82,6 +82,7 @@ def train(config: Config, steps: int = 2, micro_batches: int = 2) -> dict[str, A
             last = (step, index) == (steps - 1, micro_batches - 1)
             with traffic if last else nullcontext():  # it makes a step twice as slow
                 seen["outputs"].append(forward_backward(parallel, generator))
+        parallel.reduction.finish()
         seen["grads"] += [local(p.grad) for p in model.parameters()]
         optimizer.step()
         if conversion.delayed:

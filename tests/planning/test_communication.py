@@ -1,11 +1,9 @@
 """Traffic by hand for a small model, and the wire's bytes against the codecs' own."""
 
 import pytest
-import torch
 
 from fp8train.layout import Layout
-from fp8train.planning.communication import Traffic, communication, wire_bytes
-from fp8train.precision.wire import CODECS
+from fp8train.planning.communication import Traffic, communication
 from tests.planning.conftest import MODELS, compose
 
 BATCH = ("trainer.global_batch_size=16", "trainer.micro_batch_size=2")
@@ -167,23 +165,46 @@ def test_weights_are_gathered_for_forward_and_backward() -> None:
     assert stages.bytes == pytest.approx(2 * (2 * BLOCK + 320 * 128 + 128) / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("size", [1, 127, 128, 1000])
-def test_the_wire_is_the_codecs(codec: str, size: int) -> None:
-    assert wire_bytes(codec, size) == CODECS[codec].encode(torch.randn(3, size))[0].numel()
-
-
 @pytest.mark.parametrize(
-    "given, wire, width", [("bf16", "fp32", 4.0), ("fp8_current", "e5m2", 129 / 128)]
+    "given, wire, width",
+    [
+        ("precision=bf16", "fp32", 4.0),
+        ("precision=fp8_current", "e5m2", 129 / 128),
+        ("gradients.reduce=e4m3 gradients.scaling=tensor", "e4m3", 1.0),
+        ("gradients.reduce=bf16", "bf16", 2.0),
+    ],
 )
 def test_gradients_travel_once_a_step(given: str, wire: str, width: float) -> None:
-    rows = traffic(Layout(shard=2, replicate=2), f"precision={given}")
+    rows = traffic(Layout(shard=4), *given.split())
     gradients = rows["shard", "gradients"]
     assert (gradients.collective, gradients.dtype, gradients.count) == ("all-to-all", wire, 5)
-    assert gradients.bytes == pytest.approx(width * MODELS["llama_tiny"] / 2, rel=1e-3)
-    replicas = rows["replicate", "gradients"]
-    assert (replicas.collective, replicas.dtype, replicas.count) == ("all-reduce", "fp32", 5)
-    assert replicas.bytes == pytest.approx(4 * MODELS["llama_tiny"] / 2, rel=1e-3)
+    assert gradients.bytes == pytest.approx(width * MODELS["llama_tiny"] * 3 / 4, rel=1e-3)
+
+
+def test_each_micro_batch_s_gradients_travel() -> None:
+    given = ("trainer.global_batch_size=64", "gradients.accumulate=sharded")
+    assert traffic(Layout(shard=2), *given)["shard", "gradients"].count == 16 * 5
+
+
+def test_the_mean_travels_between_replicas() -> None:
+    rows = traffic(Layout(shard=2, replicate=4), "precision=fp8_current")
+    inside = rows["shard", "gradients"]
+    assert (inside.collective, inside.dtype) == ("all-to-all", "bf16")
+    assert inside.bytes == pytest.approx(2 * MODELS["llama_tiny"] / 2, rel=1e-3)
+    there, back = rows["replicate", "gradients"], rows["replicate", "mean gradients"]
+    assert (there.collective, back.collective) == ("all-to-all", "all-gather")
+    for row in (there, back):
+        assert (row.dtype, row.count) == ("e5m2", 5)
+        shard = MODELS["llama_tiny"] / 2
+        assert row.bytes == pytest.approx(129 / 128 * shard * 3 / 4, rel=1e-3)
+
+
+def test_a_ring_sends_as_much() -> None:
+    rows = traffic(Layout(shard=4), "gradients.algorithm=ring")
+    gradients = rows["shard", "gradients"]
+    assert (gradients.collective, gradients.dtype, gradients.count) == ("send", "e5m2", 3 * 5)
+    assert gradients.bytes == pytest.approx(MODELS["llama_tiny"] * 3 / 4, rel=1e-3)
+    assert rows["shard", "gradients' amax"].count == 5
 
 
 def amaxes(layout: Layout, *overrides: str) -> dict[tuple[str, str], tuple[int, int]]:

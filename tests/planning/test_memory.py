@@ -36,6 +36,25 @@ def test_gradients_of_several_micro_batches_are_held_whole() -> None:
     assert two.activations == one.activations
 
 
+def test_gradients_that_are_reduced_each_time_are_held_sharded_twice() -> None:
+    given = ("trainer.global_batch_size=16", "gradients.accumulate=sharded")
+    one, two = (held(Layout(shard=2), *given[:count]) for count in (1, 2))
+    rounds = held(Layout(shard=2), given[0].replace("16", "64"), given[1])
+    assert two.gradients == one.gradients and rounds.gradients == 2 * one.gradients
+    assert rounds.unsharded_gradients == (2 + 4) * BLOCK
+
+
+def test_error_feedback_keeps_the_unsharded_size_twice() -> None:
+    count, feedback = MODELS["llama_tiny"], "gradients.error_feedback=true"
+    assert held(Layout(shard=2)).residuals == 0
+    assert held(Layout(shard=2), feedback).residuals == 2 * 4 * count
+    assert held(Layout(shard=2), feedback, "gradients.residual=bf16").residuals == 2 * 2 * count
+    # Between replicas: the shard that is sent, and a part of it, the mean.
+    replicas = held(Layout(shard=2, replicate=2), feedback).residuals
+    assert replicas == pytest.approx(2 * 4 * (count / 2 + count / 4), rel=1e-3)
+    assert held(Layout(), feedback).residuals == 0
+
+
 def test_fp32_computes_in_four_bytes() -> None:
     found = held(Layout(), "precision=fp32", "trainer.global_batch_size=8")
     assert found.weights == 4 * (ROOT + 2 * BLOCK)

@@ -26,7 +26,7 @@ OPERATORS = {
     "all_reduce": "all-reduce",
     "send": "send",
 }
-GRADIENTS = ("gradients", "all-to-all")
+GRADIENTS = {"gradients", "mean gradients"}
 PAIRS = {
     "tensor, sequence": ("parallel.tensor=2", "precision=fp8_current"),
     "blocks": ("parallel.tensor=2", "precision=fp8_block", "trainer.sequence_length=256"),
@@ -36,6 +36,8 @@ PAIRS = {
     ),
     "context": ("parallel.context=2", "precision=fp8_current"),
     "shard": ("parallel.shard=2", "precision=fp8_current"),
+    "ring": ("parallel.shard=2", "gradients.algorithm=ring"),
+    "sharded sums": ("parallel.shard=2", "gradients.accumulate=sharded"),
     "replicate": ("parallel.replicate=2", "precision=bf16"),
     "1f1b, tied": ("parallel.pipeline=2", "precision=bf16", "model.tie_embeddings=true"),
     "zero bubble": (
@@ -44,6 +46,10 @@ PAIRS = {
     ),
 }
 FOURS = {
+    "replicas of shards": (
+        *("parallel.replicate=2", "parallel.shard=2", "precision=fp8_current"),
+        "trainer.global_batch_size=4",
+    ),
     "tensor, context": (
         *("parallel.tensor=2", "parallel.context=2", "precision=fp8_rowwise"),
         *("parallel.activation_checkpoint=selective", "precision.smooth_swiglu=true"),
@@ -85,7 +91,7 @@ def measure(configs: dict[str, Config]) -> dict[str, tuple[Any, ...]]:
         ]
         for _ in range(2):  # in the first one a pipeline's stages make acquaintance
             with Sent() as sent:
-                parallel.execution.train(batches, 1.0, lambda batch: None)
+                parallel.train(batches, 1.0, lambda batch: None)
         elements = 0
         for parameter in parallel.model.parameters():
             assert isinstance(parameter, DTensor)
@@ -109,7 +115,7 @@ def check(world_size: int, cases: dict[str, tuple[str, ...]]) -> None:
             for row in rows:
                 planned[row.collective.replace("reduce-scatter", "all-to-all")] += row.count
             assert planned == count, name
-            gradients = [row for row in rows if (row.what, row.collective) == GRADIENTS]
+            gradients = [row for row in rows if row.what in GRADIENTS]
             assert sum(row.bytes for row in gradients) == reduced, name
             if world_size == 2:  # where all groups are pairs, half of what is gathered is sent
                 sent = (

@@ -60,7 +60,8 @@ def _build(source: Path, compiler: list[str]) -> Path:
     flags = [
         line for line in (cpu.read_text().splitlines() if cpu.exists() else []) if "flags" in line
     ]
-    key = (source.read_text(), FLAGS, version.stdout, flags[:1], platform.machine())
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = (texts, FLAGS, version.stdout, flags[:1], platform.machine())
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fp8train/kernels"
     target = cache / f"{source.stem}-{digest}.so"

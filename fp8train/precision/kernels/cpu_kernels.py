@@ -72,14 +72,16 @@ class _Matrix(Structure):
         return cls(pointer(x), rows, columns, x.dtype == torch.bfloat16)
 
 
-class _Format(Structure):
+class FormatFields(Structure):
+    """The numbers of a format that rounding to its grid takes."""
+
     _fields_ = (
         ("max", c_float),
         *((n, c_int32) for n in ("mantissa_bits", "min_exponent", "signed_zero")),
     )
 
     @classmethod
-    def of(cls, fmt: Format) -> _Format:
+    def of(cls, fmt: Format) -> FormatFields:
         return cls(fmt.max, fmt.mantissa_bits, fmt.min_exponent, fmt.signed_zero)
 
 
@@ -143,7 +145,7 @@ def quantize(
         )
     )
     _library().fp8_quantize(
-        *(byref(_Matrix.of(x)), copies, len(made), byref(rule), byref(_Format.of(fmt))),
+        *(byref(_Matrix.of(x)), copies, len(made), byref(rule), byref(FormatFields.of(fmt))),
         None if draw is None else byref(draw),
     )
     return made
@@ -167,7 +169,7 @@ def cast(
     out = torch.empty_like(x, dtype=dtype)
     copy = _Copy(_Matrix.of(out), pointer(scale), pointer(scale_inv), *block, fold)
     _library().fp8_cast(
-        *(byref(_Matrix.of(x)), byref(copy), byref(_Format.of(fmt))),
+        *(byref(_Matrix.of(x)), byref(copy), byref(FormatFields.of(fmt))),
         None if draw is None else byref(draw),
     )
     return out
