@@ -185,6 +185,11 @@ class GradientsConfig:
 
 
 @dataclass
+class ParametersConfig:
+    gather: str = "bf16"  # FP8 linears' weights: bf16, cast after it | fp8, cast by their owners
+
+
+@dataclass
 class ParallelConfig:
     """Sizes multiply to the number of processes; replicate or shard may be -1, the rest of them."""
 
@@ -256,6 +261,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
+    parameters: ParametersConfig = field(default_factory=ParametersConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -32,6 +32,7 @@ CHOICES = {
     "precision.emulation": ("fast", "exact"),
     "precision.accumulate": ("fp32", "hopper"),
     "gradients.reduce": ("auto", "e5m2", "e4m3", "bf16", "fp32", "fp16"),
+    "parameters.gather": ("bf16", "fp8"),
     "gradients.inside": ("auto", "bf16", "fp32", "fp16", "e5m2", "e4m3"),
     "gradients.scaling": ("block", "tensor", "none"),
     "gradients.rounding": ("nearest", "stochastic"),
@@ -156,6 +157,7 @@ def check(config: Config, world_size: int) -> None:
     _check_optimizer(config)
     _check_loss_scale(config)
     _check_gradients(config, layout)
+    _check_gather(config)
 
 
 def _check_precision(config: Config) -> None:
@@ -357,6 +359,34 @@ def _check_ring(config: Config, layout: Layout) -> None:
                 f"gradients.{key}={written(value)} does not run with gradients.algorithm=ring, "
                 f"which rounds at every rank: use all_to_all"
             )
+
+
+def _check_gather(config: Config) -> None:
+    """Weights that travel as bytes have one eight-bit copy."""
+    precision = config.precision
+    if config.parameters.gather == "bf16":
+        return
+    if precision.backend == "transformer_engine":
+        raise ConfigError(
+            "parameters.gather=fp8 does not run with precision.backend=transformer_engine, whose "
+            "layers quantise by themselves: use precision.backend=emulated or torch"
+        )
+    able = ("fp8_delayed", "fp8_current", "fp8_block")
+    use = f"use parameters.gather=bf16, or a precision of {', '.join(able)}"
+    if precision.recipe not in FP8_RECIPES:
+        raise ConfigError(
+            f"parameters.gather=fp8: precision={precision.recipe} has no FP8 weights; {use}"
+        )
+    for recipe in sorted(precision.recipes() - {*able, "bf16"}):
+        raise ConfigError(
+            f"parameters.gather=fp8: {recipe} has no single eight-bit payload of a weight, and two "
+            f"cost BF16's bytes; {use}"
+        )
+    if "weight" in (precision.stochastic_rounding or []):
+        raise ConfigError(
+            f"parameters.gather=fp8 rounds weights to nearest, and precision.stochastic_rounding="
+            f"{written(precision.stochastic_rounding)}: leave weight out, or {use}"
+        )
 
 
 class WireTypes(NamedTuple):

@@ -526,6 +526,15 @@ GRADIENTS_REFUSED = {
         "with a dynamic loss scale",
         "trainer.loss_scale.mode=static",
     ),
+    "parameters.gather=fp8 precision=mxfp8": (
+        "parameters.gather=fp8: mxfp8 has no single eight-bit payload of a weight, and two cost",
+        "precision=fp8_block",
+    ),
+    "parameters.gather=fp8 precision=fp8_rowwise": (
+        "parameters.gather=fp8: fp8_rowwise has no single",
+        "precision=fp8_delayed",
+    ),
+    "parameters.gather=fp8 precision=bf16": ("has no FP8 weights", "parameters.gather=bf16"),
     "gradients.accumulate=sharded parallel.pipeline=2": (
         "does not run with parallel.pipeline=2",
         "gradients.accumulate=unsharded",

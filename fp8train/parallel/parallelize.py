@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fp8train.config import Config, ModelConfig
+from fp8train.config import Config, ConfigError, ModelConfig
 from fp8train.layout import Layout, micro_batches, padded_vocabulary, stage_blocks
 from fp8train.models.llama import AttentionCore, Llama, initial_std
 from fp8train.parallel import context, tensor
 from fp8train.parallel.activation_checkpoint import checkpoint_blocks
 from fp8train.parallel.execution import Execution, MicroBatch, Pipelined, Sequential
 from fp8train.parallel.mesh import Mesh
+from fp8train.parallel.parameter_gather import ParameterGather
 from fp8train.parallel.pipeline import Examples, Stage, keep_stage, put_off_wgrads, schedule
 from fp8train.parallel.quantized_gather import quantized_gathers
 from fp8train.parallel.reduction import GradientReduction, Method
@@ -73,6 +74,7 @@ class ParallelModel:
         mesh: who shares what with whom.
         execution: runs micro batches.
         reduction: how its gradients travel.
+        gather: of weights as bytes; None where all are gathered in the type of computation.
         tied: embedding and head are one parameter.
     """
 
@@ -81,6 +83,7 @@ class ParallelModel:
     mesh: Mesh
     execution: Execution
     reduction: GradientReduction
+    gather: ParameterGather | None = None
     tied: bool = False
 
     @property
@@ -111,9 +114,19 @@ class ParallelModel:
         self, batches: list[MicroBatch], weight: float, before: Callable[[MicroBatch], None]
     ) -> Tensor:
         """As `Execution.train`; the gradients are complete after it."""
+        self._prepare()
         total = self.execution.train(batches, weight, before)
         self.reduction.finish()
         return total
+
+    def evaluate(self, batches: list[MicroBatch], before: Callable[[MicroBatch], None]) -> Tensor:
+        """As `Execution.evaluate`."""
+        self._prepare()
+        return self.execution.evaluate(batches, before)
+
+    def _prepare(self) -> None:
+        if self.gather is not None:
+            self.gather.prepare()
 
     def release_weights(self) -> None:
         """Free the gathered weights, which FSDP2 keeps for a backward, after a forward that has
@@ -133,7 +146,7 @@ def precise_model(
         device: where it will run.
         backend: as `choose_backend` gives it.
     Raises:
-        ConfigError: a layer pattern that matches nothing.
+        ConfigError: a layer pattern that matches nothing, or nothing to gather in eight bits.
     """
     model = meta_model(config.model, device)
     conversion = convert(
@@ -144,6 +157,13 @@ def precise_model(
         backend=backend,
         seed=config.trainer.seed,
     )
+    recipes = [layer.recipe for layer in conversion.layers.values()]
+    gathered = any(recipe.weight_travels_as_bytes for recipe in recipes)
+    if config.parameters.gather == "fp8" and not gathered:
+        raise ConfigError(
+            "parameters.gather=fp8: precision.formats leaves no layer one eight-bit weight for "
+            "fprop and dgrad; use parameters.gather=bf16"
+        )
     return model, conversion
 
 
@@ -168,12 +188,16 @@ def parallelize(config: Config, device: torch.device, backend: str = "emulated")
     for part in parts:
         part.model.to_empty(device=device)
         initialize(part.model, config.model, config.trainer.seed)
+    models, gather = [part.model for part in parts], None
+    if config.parameters.gather == "fp8" and mesh.fsdp.size() > 1:
+        gather = ParameterGather.of(models, mesh.fsdp)
     return ParallelModel(
-        union([part.model for part in parts]),
+        union(models),
         parts,
         mesh,
         execution(parts, config, mesh, device, reduction),
         reduction,
+        gather,
         config.model.tie_embeddings,
     )
 

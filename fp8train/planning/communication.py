@@ -118,6 +118,7 @@ def communication(config: Config, layout: Layout, pipeline_coordinate: int) -> l
     _tied(step, config, weights)
     for stage in stages:
         _fsdp(step, config, stage, rounds)
+    _weight_amaxes(step, config, weights)
     _delayed(step, counts, stages)
     return step.rows()
 
@@ -238,8 +239,37 @@ def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
         shard = sum(weight.shard(ranks) for weight in parts)
         each = rounds * (1 if unit == ROOT else 2)
         times = gathered if layout.pipeline > 1 else each
-        step.add(group, "weights", "all-gather", Message(dtype, width * shard * ranks), times)
+        as_bytes = sum(w.shard(ranks) for w in parts if w.name in bytes_gathered(config, ranks))
+        size = width * (shard - as_bytes) + as_bytes
+        types = f"{dtype} + fp8" if as_bytes else dtype
+        step.add(group, "weights", "all-gather", Message(types, size * ranks), times)
         _reduction(step, config, shard, reductions)
+
+
+def bytes_gathered(config: Config, ranks: int) -> set[str]:
+    """Names of the linears whose weights are gathered as bytes over so many ranks."""
+    if config.parameters.gather == "bf16" or ranks == 1:
+        return set()
+    return {name for name, p in plans(config).items() if p.recipe.weight_travels_as_bytes}
+
+
+def _weight_amaxes(step: _Step, config: Config, weights: list[Weight]) -> None:
+    """Of weights that are gathered as bytes: all blocks' amaxes together, before the first gather;
+    a tensor's one amax over the tensor ranks too."""
+    names, all_plans = bytes_gathered(config, fsdp_ranks(step.layout)), plans(config)
+    owners = tensor_ranks = 0
+    for weight in weights:
+        if weight.name in names:
+            recipe = all_plans[weight.name].recipe
+            granularity = recipe.granularity("weight")[0]
+            rows, columns = granularity.grid(weight.rows, weight.columns)
+            owners += rows * columns
+            delayed = isinstance(recipe, DelayedScaling)
+            shared = granularity.is_whole and config.precision.amax_groups == "all"
+            tensor_ranks += int(shared and not delayed)
+    for group, count in ((("shard", "context"), owners), (("tensor",), tensor_ranks)):
+        message = Message("fp32", 4 * count)
+        step.add(group, "amax of gathered weights", "all-reduce", message, int(count > 0))
 
 
 def _reduction(step: _Step, config: Config, shard: int, times: int) -> None:
@@ -270,6 +300,7 @@ def _block_amax(step: _Step, counts: Activations, number: int, rounds: int) -> N
     config = counts.config
     forward = rounds * (2 if config.parallel.activation_checkpoint != "none" else 1)
     weight_rounds = 1 if config.precision.cache_weights else forward
+    as_bytes = bytes_gathered(config, fsdp_ranks(counts.layout))
     times = {"input": forward, "weight": weight_rounds, "grad_output": rounds}
     branches = {name: branch for branch, names in INPUTS.items() for name in names}
     for name, (_, columns) in linear_shapes(config.model, counts.layout).items():
@@ -284,6 +315,8 @@ def _block_amax(step: _Step, counts: Activations, number: int, rounds: int) -> N
         for role in ROLES:
             if role == "input" and gathered and name != INPUTS[branch or ""][0]:
                 continue  # the first one has quantised it for all
+            if role == "weight" and f"layers.{number}.{name}" in as_bytes:
+                continue  # its owners have
             for copy in (0,) if layer.recipe.shares_copies(role) else (0, 1):
                 if layer.recipe.formats.of(role)[copy] is not None:
                     dimensions, blocks = _amax(counts, layer, name, role, copy, gathered)

@@ -21,6 +21,7 @@ from fp8train.precision.quantize import share_amax
 from fp8train.precision.quantizers import Operand, Position, Quantizer
 from fp8train.precision.scaling import amax, floor_to_power_of_two
 from fp8train.precision.tensor import QuantizedTensor
+from fp8train.precision.weight_bytes import WeightBytes
 
 
 class Gemms(Protocol):
@@ -256,6 +257,7 @@ class QuantizedLinear(nn.Linear):
     smooth: Smoothing | None
     cached: tuple[int, WeightOperands] | None = None
     later: LaterWgrads | None = None
+    bytes: WeightBytes | None = None  # what is gathered instead of the weight, which has no values
 
     @classmethod
     def take_over(
@@ -304,7 +306,11 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def _weight_operands(self, columnwise: bool) -> WeightOperands | None:
-        """The weight's operands from the cache; None where there is nothing to keep."""
+        """The weight's operands where they are there already: as bytes that were gathered, or in
+        the cache."""
+        if self.bytes is not None:
+            operand = self.bytes.operand(training=self.training)
+            return operand, operand if columnwise else None
         if not self.cache.enabled or self.smooth is not None:  # levelled weights follow the input
             return None
         if self.cached is not None and self.cached[0] == self.cache.version:

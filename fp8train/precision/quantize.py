@@ -112,7 +112,7 @@ def quantize(
     if group is None and _fusable(x, fmt, (granularity,), payload, draw):
         return _fused(x, fmt, (granularity,), rule, payload, draw)[0]
     amax = share_amax(block_amax(x, granularity), group)
-    scales = rule.scales(amax, fmt.max, _overflow(x, granularity))
+    scales = rule.scales(amax, fmt.max, overflowing_scale(x.dtype, granularity))
     fold = folds(payload, fmt, granularity, rule, scales.scale_inv)
     return apply_scales(x, scales, fmt, granularity, payload, fold=fold, draw=draw)
 
@@ -125,7 +125,7 @@ def quantize_pair(
     payload: Payload,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize` of x for two granularities, with x read from memory once where that can be."""
-    alike = len({_overflow(x, granularity) for granularity in granularities}) == 1
+    alike = len({overflowing_scale(x.dtype, granularity) for granularity in granularities}) == 1
     if alike and _fusable(x, fmt, granularities, payload):
         first, second = _fused(x, fmt, granularities, rule, payload)
     else:
@@ -180,7 +180,7 @@ def _fused(
     """Amaxes, scales and casts of one or two copies together, by kernels."""
     whole = any(granularity.is_whole for granularity in granularities)
     fold = payload.fold != "never" and rule.power_of_two and not whole
-    dtype, overflow = payload.dtype_of(fmt), _overflow(x, granularities[0])
+    dtype, overflow = payload.dtype_of(fmt), overflowing_scale(x.dtype, granularities[0])
     made: Sequence[tuple[Tensor, Tensor]]
     if x.is_cuda:
         targets = [triton_copy(granularity, payload) for granularity in granularities]
@@ -211,9 +211,9 @@ def _kernel_rule(rule: ScaleRule, fmt: Format, overflow: float) -> cpu_kernels.R
     return cpu_kernels.Rule.of(rule.kind, fmt.max * 2.0**-rule.margin, overflow)
 
 
-def _overflow(x: Tensor, granularity: Granularity) -> float:
-    """What a scale that overflows becomes."""
-    return torch.finfo(x.dtype).max if granularity.is_block else FLT_MAX
+def overflowing_scale(dtype: torch.dtype, granularity: Granularity) -> float:
+    """What a scale that overflows becomes, of values in a type."""
+    return torch.finfo(dtype).max if granularity.is_block else FLT_MAX
 
 
 def block_amax(x: Tensor, granularity: Granularity) -> Tensor:

@@ -23,6 +23,7 @@ from fp8train.precision.quantize import (
     Payload,
     apply_scales,
     block_amax,
+    overflowing_scale,
     quantize,
     quantize_pair,
 )
@@ -154,6 +155,16 @@ class Scaled:
     def note(self, x: Tensor) -> None:
         """Nothing to leave."""
 
+    def note_amax(self, amax: Tensor) -> None:
+        """Nothing to leave."""
+
+    def weight_scales(self, amax: Tensor) -> Scales:
+        """The scales of a BF16 weight's blocks with these amaxes, those of the whole weight."""
+        fmt, granularity = self.recipe.formats.weight.rowwise, self.recipe.granularity("weight")[0]
+        assert fmt is not None
+        overflow = overflowing_scale(torch.bfloat16, granularity)
+        return self.recipe.rule.scales(amax, fmt.max, overflow)
+
     def _alike(self) -> Format | None:
         """The format of both copies where they differ in granularity alone, so that one pass over
         x makes them; None where they need more."""
@@ -207,7 +218,7 @@ class Delayed:
     ) -> tuple[Operand | None, Operand | None]:
         if training:
             asked = zip(self.rows, (rowwise, columnwise), strict=True)
-            self._stage(x, {row for row, wanted in asked if wanted})
+            self._stage(_amax(x), {row for row, wanted in asked if wanted})
         return both_copies(
             partial(self._copy, x, position),
             self.recipe.shares_copies(self.role),
@@ -217,21 +228,34 @@ class Delayed:
 
     def note(self, x: Tensor) -> None:
         """Stage the amax of both copies."""
-        self._stage(x, set(self.rows))
+        self.note_amax(_amax(x))
 
-    def _stage(self, x: Tensor, rows: set[int]) -> None:
-        amax = block_amax(x, TENSOR).view(())
+    def note_amax(self, amax: Tensor) -> None:
+        """The same for an amax that is known."""
+        self._stage(amax, set(self.rows))
+
+    def _stage(self, amax: Tensor, rows: set[int]) -> None:
         for row in rows - {-1}:
-            self.state.stage(row, amax)
+            self.state.stage(row, amax.view(()))
+
+    def weight_scales(self, amax: Tensor) -> Scales:
+        """The scale of earlier steps, whatever the amax is now."""
+        return self._scales(0)
+
+    def _scales(self, copy: int) -> Scales:
+        scale = self.state.scale[self.rows[copy]].clone().view(1, 1)  # the state will change
+        return Scales(scale, scale.reciprocal())
 
     def _copy(self, x: Tensor, position: Position, copy: int) -> Operand:
         fmt = self.recipe.formats.of(self.role)[copy]
         if fmt is None:
             return x
-        scale = self.state.scale[self.rows[copy]].clone().view(1, 1)  # the state will change
-        scales = Scales(scale, scale.reciprocal())
         draw = self.rounding.draw(copy, position)
-        return apply_scales(x, scales, fmt, TENSOR, self.payload, draw=draw)
+        return apply_scales(x, self._scales(copy), fmt, TENSOR, self.payload, draw=draw)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return block_amax(x, TENSOR)
 
 
 def both_copies(

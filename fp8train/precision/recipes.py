@@ -111,6 +111,14 @@ class Recipe:
         square = rowwise == columnwise and rowwise.rows == rowwise.columns
         return square and self.formats.of(role).rowwise == self.formats.of(role).columnwise
 
+    @property
+    def weight_travels_as_bytes(self) -> bool:
+        """Whether the ranks that own a weight's rows can cast them for all: one eight-bit copy
+        serves both GEMMs, rounded to nearest. Two would cost BF16's bytes."""
+        fmt = self.formats.weight.rowwise
+        eight = fmt is not None and fmt.bits == 8
+        return eight and self.shares_copies("weight") and "weight" not in self.stochastic
+
 
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):

@@ -206,7 +206,7 @@ class Learner:
             rows = mine + torch.arange(micro)
             samples = self.held_out[rows.clamp(max=count - 1)]
             batches.append(self._batch(samples, first, min(max(count - mine, 0), micro)))
-        total = self._sum(self.parallel.execution.evaluate(batches, self._begin))
+        total = self._sum(self.parallel.evaluate(batches, self._begin))
         targets = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
         counted = self._sum(torch.tensor(targets, device=self.device), everywhere=True)
         self.parallel.release_weights()

@@ -38,6 +38,7 @@ PAIRS = {
     "shard": ("parallel.shard=2", "precision=fp8_current"),
     "ring": ("parallel.shard=2", "gradients.algorithm=ring"),
     "sharded sums": ("parallel.shard=2", "gradients.accumulate=sharded"),
+    "weights as bytes": ("parallel.shard=2", "precision=fp8_block", "parameters.gather=fp8"),
     "replicate": ("parallel.replicate=2", "precision=bf16"),
     "1f1b, tied": ("parallel.pipeline=2", "precision=bf16", "model.tie_embeddings=true"),
     "zero bubble": (
@@ -46,6 +47,10 @@ PAIRS = {
     ),
 }
 FOURS = {
+    "tensor, weights as bytes": (
+        *("parallel.tensor=2", "parallel.shard=2", "precision=fp8_current"),
+        "parameters.gather=fp8",
+    ),
     "replicas of shards": (
         *("parallel.replicate=2", "parallel.shard=2", "precision=fp8_current"),
         "trainer.global_batch_size=4",
