@@ -12,11 +12,17 @@ or under sequence parallelism their part of `rows / tensor`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fp8train.config import Config
 from fp8train.layout import Layout, padded_vocabulary, stage_blocks
 from fp8train.parallel.quantized_gather import SIBLINGS, quantized_gathers
-from fp8train.planning.parameters import compute_bytes, linear_shapes
+from fp8train.planning.parameters import (
+    bytes_gathered,
+    compute_bytes,
+    fsdp_ranks,
+    linear_shapes,
+)
 from fp8train.precision.formats import Format
 from fp8train.precision.plan import LayerPlan
 from fp8train.precision.tensor import Granularity
@@ -149,23 +155,27 @@ class Activations:
             return self.block(number)
         return self.results() if mode == "selective" else [self.hidden]
 
+    @cached_property
+    def as_bytes(self) -> set[str]:
+        """The linears whose weights arrive quantised."""
+        return bytes_gathered(self.config, fsdp_ranks(self.layout))
+
     def weight_copies(self, number: int) -> list[Kept]:
         """The quantised weights that a block keeps from forward to backward."""
         copies = []
         for name, shape in linear_shapes(self.config.model, self.layout).items():
-            found = self.plans.get(f"layers.{number}.{name}")
-            if found is not None:
-                copies += _copies(found, "weight", name, shape, (1,))
+            copies += self._weight(f"layers.{number}.{name}", shape, (1,))
         return copies
 
     def cached_weights(self, number: int) -> list[Kept]:
         """The quantised weights that a block keeps from the first micro batch of a step on."""
         copies = []
         for name, shape in linear_shapes(self.config.model, self.layout).items():
-            found = self.plans.get(f"layers.{number}.{name}")
+            name = f"layers.{number}.{name}"
+            found = self.plans.get(name)
             if found is not None and not found.recipe.smooth:
                 both = (1,) if found.recipe.shares_copies("weight") else (0, 1)
-                copies += _copies(found, "weight", name, shape, both)
+                copies += self._weight(name, shape, both)
         return copies
 
     def wgrad_operands(self, number: int) -> list[Kept]:
@@ -193,12 +203,11 @@ class Activations:
         if stage < layout.stages - 1:
             return [*kept, self.hidden]
         shape = padded_vocabulary(model) // layout.tensor, model.hidden_size
-        found = self.plans.get("lm_head")
         return [
             *kept,
             *self._norm("norm"),
             *self._head_input(),
-            *(_copies(found, "weight", "lm_head", shape, (1,)) if found else []),
+            *self._weight("lm_head", shape, (1,)),
             Kept("logits", self.rows * shape[0], self.bits),
             Kept("exponentials of logits", self.rows * shape[0], 32),
             Kept("gradient of logits", self.rows * shape[0], self.bits),
@@ -219,6 +228,13 @@ class Activations:
     def _head_input(self) -> list[Kept]:
         layers = {"lm_head": self.plans.get("lm_head")}
         return self._input_copies(layers, self.rows, self.config.model.hidden_size)
+
+    def _weight(self, name: str, shape: tuple[int, int], which: tuple[int, ...]) -> list[Kept]:
+        """A weight's quantised copies; none where it was gathered as one, which FSDP frees."""
+        found = self.plans.get(name)
+        if found is None or name in self.as_bytes:
+            return []
+        return _copies(found, "weight", name, shape, which)
 
     def _grad(self, name: str, columns: int) -> list[Kept]:
         """A linear's output gradient, as its weight gradient takes it."""

@@ -18,6 +18,7 @@ from fp8train.planning.parameters import (
     ROOT,
     ROW_PARALLEL,
     Weight,
+    bytes_gathered,
     compute_bytes,
     fsdp_ranks,
     linear_shapes,
@@ -244,13 +245,6 @@ def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
         types = f"{dtype} + fp8" if as_bytes else dtype
         step.add(group, "weights", "all-gather", Message(types, size * ranks), times)
         _reduction(step, config, shard, reductions)
-
-
-def bytes_gathered(config: Config, ranks: int) -> set[str]:
-    """Names of the linears whose weights are gathered as bytes over so many ranks."""
-    if config.parameters.gather == "bf16" or ranks == 1:
-        return set()
-    return {name for name, p in plans(config).items() if p.recipe.weight_travels_as_bytes}
 
 
 def _weight_amaxes(step: _Step, config: Config, weights: list[Weight]) -> None:

@@ -10,6 +10,7 @@ from fp8train.planning.activations import Activations, total
 from fp8train.planning.parameters import (
     ROOT,
     Weight,
+    bytes_gathered,
     compute_bytes,
     fsdp_ranks,
     plans,
@@ -40,7 +41,8 @@ class Memory:
         gradients: FP32 shards; with their sum where they are added up sharded.
         unsharded_gradients: before they are reduced.
         residuals: what error feedback keeps, of the last step and of this one.
-        weights: gathered, in the type of computation.
+        weights: gathered, in the type of computation or as bytes; and the bytes of the own shard,
+            which are kept for a step.
         quantized_weights: copies that are held from forward to backward.
         activations: what backward needs, of all micro batches in flight.
         in_flight: most micro batches that the rank has activations of, over its stages.
@@ -80,33 +82,39 @@ def memory(config: Config, layout: Layout, pipeline_coordinate: int) -> Memory:
         gradients=FP32 * shard * (2 if _accumulates_sharded(config, layout) else 1),
         unsharded_gradients=_unsharded_gradients(config, layout, sizes),
         residuals=_residuals(config, layout, weights),
-        weights=compute_bytes(config) * _gathered(config, layout, pipeline_coordinate, sizes),
+        weights=_gathered(config, layout, pipeline_coordinate, weights),
         quantized_weights=quantized,
         activations=activations,
         in_flight=in_flight,
     )
 
 
-def _gathered(config: Config, layout: Layout, pipeline: int, sizes: dict[str, int]) -> int:
-    """Most elements that are gathered at a time.
+def _gathered(config: Config, layout: Layout, pipeline: int, weights: list[Weight]) -> int:
+    """Most bytes of weights that are gathered at a time, and the bytes of this rank's shard.
 
     Without a pipeline FSDP2 frees a block after its forward and keeps the root's until backward;
     while a block runs, the next one is gathered. A pipeline's stages stay gathered as `gathers`
     says, which is for the whole step with up to three on a rank.
     """
+    ranks, width = fsdp_ranks(layout), compute_bytes(config)
+    as_bytes = bytes_gathered(config, ranks)
+
+    def size(parts: list[Weight]) -> int:
+        return sum(part.size * (1 if part.name in as_bytes else width) for part in parts)
+
+    kept = sum(weight.shard(ranks) for weight in weights if weight.name in as_bytes)
     if layout.pipeline == 1:
-        blocks = sorted(size for unit, size in sizes.items() if unit != ROOT)
-        return sizes[ROOT] + sum(blocks[-2:])
-    elements = {
-        stage: sum(weight.size for weight in stage_weights(config.model, layout, stage))
-        for stage in layout.stages_of(pipeline)
-    }
+        by_unit = {unit: size(parts) for unit, parts in units(weights).items()}
+        blocks = sorted(each for unit, each in by_unit.items() if unit != ROOT)
+        return kept + by_unit[ROOT] + sum(blocks[-2:])
+    stages = layout.stages_of(pipeline)
+    of_stage = {stage: size(stage_weights(config.model, layout, stage)) for stage in stages}
     schedule, rounds = config.parallel.pipeline_schedule, micro_batches(config, layout)
     held = most = 0
     for begins, stage in gathers(layout, schedule, rounds, pipeline):
-        held += elements[stage] if begins else -elements[stage]
+        held += of_stage[stage] if begins else -of_stage[stage]
         most = max(most, held)
-    return most
+    return kept + most
 
 
 def _unsharded_gradients(config: Config, layout: Layout, sizes: dict[str, int]) -> int:

@@ -118,3 +118,10 @@ def plans(config: Config) -> dict[str, LayerPlan]:
 def compute_bytes(config: Config) -> int:
     """Bytes of an element of gathered weights and activations: BF16's, or FP32's under fp32."""
     return 4 if config.precision.recipe == "fp32" else 2
+
+
+def bytes_gathered(config: Config, ranks: int) -> set[str]:
+    """Names of the linears whose weights are gathered as bytes over so many ranks."""
+    if config.parameters.gather == "bf16" or ranks == 1:
+        return set()
+    return {name for name, p in plans(config).items() if p.recipe.weight_travels_as_bytes}

@@ -55,6 +55,17 @@ def test_error_feedback_keeps_the_unsharded_size_twice() -> None:
     assert held(Layout(), feedback).residuals == 0
 
 
+def test_weights_that_travel_as_bytes_take_one_and_are_not_quantised_again() -> None:
+    layout, given = Layout(shard=2), ("precision=fp8_current", "trainer.global_batch_size=16")
+    block = BLOCK - 2 * 128  # without its norms
+    plain, found = held(layout, *given), held(layout, *given, "parameters.gather=fp8")
+    own_shard = 4 * block // 2
+    assert plain.weights - found.weights == 2 * block - own_shard
+    assert plain.quantized_weights > 0 and found.quantized_weights == 0
+    alone = "parallel.shard=1", "parameters.gather=fp8"
+    assert held(Layout(), *given, *alone) == held(Layout(), *given)
+
+
 def test_fp32_computes_in_four_bytes() -> None:
     found = held(Layout(), "precision=fp32", "trainer.global_batch_size=8")
     assert found.weights == 4 * (ROOT + 2 * BLOCK)
