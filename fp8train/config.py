@@ -187,6 +187,8 @@ class GradientsConfig:
 @dataclass
 class ParametersConfig:
     gather: str = "bf16"  # FP8 linears' weights: bf16, cast after it | fp8, cast by their owners
+    # false: gathered once a step and kept for it; a pipeline's stages do so whatever this says
+    reshard_after_forward: bool = True
 
 
 @dataclass

@@ -55,11 +55,13 @@ class Sequential:
 
     Attributes:
         reduction: of each micro batch's gradients; None: of their sum, with the last one.
+        keep_weights: gathered by the first micro batch, they stay until the last one's backward.
     """
 
     model: nn.Module
     loss: Loss
     reduction: GradientReduction | None = None
+    keep_weights: bool = False
 
     def train(
         self, batches: list[MicroBatch], weight: float, before: Callable[[MicroBatch], None]
@@ -71,6 +73,7 @@ class Sequential:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             self.model.set_requires_gradient_sync(last or self.reduction is not None)
+            self.model.set_reshard_after_backward(last or not self.keep_weights)
             # FSDP2 would add to a gradient that is there one whose bytes are still on the way.
             sums = self._take_gradients() if self.reduction is not None else []
             before(batch)

@@ -295,7 +295,8 @@ def shard(
         cast_forward_inputs=False,  # the rotary tables stay FP32
     )
     # A stage runs many micro batches a step, and would gather its weights for each.
-    reshard = False if mesh.layout.pipeline > 1 else None
+    keep = mesh.layout.pipeline > 1 or not config.parameters.reshard_after_forward
+    reshard = False if keep else None
     blocks = {f"layers.{number}": block for number, block in model.layers.items()}
     for name, module in {**blocks, f"stage.{stage}": model}.items():
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
@@ -325,7 +326,8 @@ def execution(
 
     if layout.pipeline == 1:
         sharded = config.gradients.accumulate == "sharded"
-        return Sequential(parts[0].model, loss, reduction if sharded else None)
+        keep = not config.parameters.reshard_after_forward
+        return Sequential(parts[0].model, loss, reduction if sharded else None, keep)
     examples = Examples.of(
         layout,
         trainer.micro_batch_size,

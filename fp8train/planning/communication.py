@@ -228,7 +228,7 @@ def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
     """Weights gathered in the type of computation, gradients reduced in their wire formats.
 
     Without a pipeline a block is gathered for each forward and again for its backward, the root
-    once for both; of a pipeline as `gathers` says.
+    once for both, or all once a step; of a pipeline as `gathers` says.
     """
     layout, width, schedule = step.layout, compute_bytes(config), config.parallel.pipeline_schedule
     place = stage % layout.pipeline
@@ -239,7 +239,8 @@ def _fsdp(step: _Step, config: Config, stage: int, rounds: int) -> None:
     for unit, parts in units(stage_weights(config.model, layout, stage)).items():
         shard = sum(weight.shard(ranks) for weight in parts)
         each = rounds * (1 if unit == ROOT else 2)
-        times = gathered if layout.pipeline > 1 else each
+        once = layout.pipeline > 1 or not config.parameters.reshard_after_forward
+        times = gathered if once else each
         as_bytes = sum(w.shard(ranks) for w in parts if w.name in bytes_gathered(config, ranks))
         size = width * (shard - as_bytes) + as_bytes
         types = f"{dtype} + fp8" if as_bytes else dtype

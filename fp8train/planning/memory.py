@@ -93,8 +93,8 @@ def _gathered(config: Config, layout: Layout, pipeline: int, weights: list[Weigh
     """Most bytes of weights that are gathered at a time, and the bytes of this rank's shard.
 
     Without a pipeline FSDP2 frees a block after its forward and keeps the root's until backward;
-    while a block runs, the next one is gathered. A pipeline's stages stay gathered as `gathers`
-    says, which is for the whole step with up to three on a rank.
+    while a block runs, the next one is gathered; or all of them stay for the step. A pipeline's
+    stages stay gathered as `gathers` says, which is for the whole step with up to three on a rank.
     """
     ranks, width = fsdp_ranks(layout), compute_bytes(config)
     as_bytes = bytes_gathered(config, ranks)
@@ -104,6 +104,8 @@ def _gathered(config: Config, layout: Layout, pipeline: int, weights: list[Weigh
 
     kept = sum(weight.shard(ranks) for weight in weights if weight.name in as_bytes)
     if layout.pipeline == 1:
+        if not config.parameters.reshard_after_forward:
+            return kept + size(weights)
         by_unit = {unit: size(parts) for unit, parts in units(weights).items()}
         blocks = sorted(each for unit, each in by_unit.items() if unit != ROOT)
         return kept + by_unit[ROOT] + sum(blocks[-2:])

@@ -142,3 +142,15 @@ def save_and_load(folder: Any) -> list[list[float]]:
 def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
     for going_on, loaded, loaded_plainly in on_ranks(2, save_and_load, tmp_path):
         assert going_on == loaded == loaded_plainly
+
+
+@pytest.mark.parametrize("gather", ["bf16", "fp8"])
+def test_weights_that_stay_for_a_step_are_gathered_less_and_the_same(gather: str) -> None:
+    config = configuration("fp8_current", gather)
+    again = on_ranks(2, train, config)[0]
+    config.parameters.reshard_after_forward = False
+    once = on_ranks(2, train, config)[0]
+    assert once["steps"] == again["steps"]
+    assert all(map(torch.equal, once["masters"], again["masters"]))
+    # Of 6 micro batches a step, twice each, and those of the validation.
+    assert once["bytes"] < again["bytes"] / 4

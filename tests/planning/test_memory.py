@@ -66,6 +66,11 @@ def test_weights_that_travel_as_bytes_take_one_and_are_not_quantised_again() -> 
     assert held(Layout(), *given, *alone) == held(Layout(), *given)
 
 
+def test_weights_that_stay_for_a_step_are_all_gathered() -> None:
+    found = held(Layout(shard=2), "parameters.reshard_after_forward=false")
+    assert found.weights == 2 * MODELS["llama_tiny"]
+
+
 def test_fp32_computes_in_four_bytes() -> None:
     found = held(Layout(), "precision=fp32", "trainer.global_batch_size=8")
     assert found.weights == 4 * (ROOT + 2 * BLOCK)

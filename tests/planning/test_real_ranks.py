@@ -39,6 +39,7 @@ PAIRS = {
     "ring": ("parallel.shard=2", "gradients.algorithm=ring"),
     "sharded sums": ("parallel.shard=2", "gradients.accumulate=sharded"),
     "weights as bytes": ("parallel.shard=2", "precision=fp8_block", "parameters.gather=fp8"),
+    "kept for a step": ("parallel.shard=2", "parameters.reshard_after_forward=false"),
     "replicate": ("parallel.replicate=2", "precision=bf16"),
     "1f1b, tied": ("parallel.pipeline=2", "precision=bf16", "model.tie_embeddings=true"),
     "zero bubble": (
