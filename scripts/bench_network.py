@@ -102,11 +102,11 @@ def configuration(method: str, ranks: int) -> Config:
     config.model = ModelConfig(
         name="network",
         vocab_size=257,
-        hidden_size=384,
-        intermediate_size=1024,
+        hidden_size=512,
+        intermediate_size=1536,
         num_layers=4,
-        num_heads=6,
-        num_kv_heads=6,
+        num_heads=8,
+        num_kv_heads=8,
     )
     config.precision = PrecisionConfig(recipe="fp8_current")
     config.precision.telemetry.every = 0
@@ -289,7 +289,7 @@ def measure(count: int, rates: list[str], steps: int) -> list[dict[str, Any]]:
     with nodes(count) as made, tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
         options = ["--worker", str(result), "--rates", *rates, "--steps", str(steps)]
-        network = {
+        meeting = {
             "MASTER_ADDR": made.address(0),
             "MASTER_PORT": "29500",
             "WORLD_SIZE": str(count),
@@ -298,7 +298,7 @@ def measure(count: int, rates: list[str], steps: int) -> list[dict[str, Any]]:
         children = [
             subprocess.Popen(
                 made.command(node, *script, *options),
-                env=os.environ | network | {"RANK": str(node)},
+                env=os.environ | meeting | {"RANK": str(node)},
             )
             for node in range(count)
         ]
@@ -341,10 +341,17 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def network(count: int, rate: str) -> str:
+    """As people write it: 2 nodes, 1 Gbit/s."""
+    for unit, name in (("gbit", "Gbit/s"), ("mbit", "Mbit/s")):
+        rate = rate.replace(unit, f" {name}")
+    return f"{count} nodes, {rate}"
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     columns = ("bytes/parameter", "of linears", "wire s", "quantise s", "step s", "wire", "total")
     for count, rate in dict.fromkeys((row["nodes"], row["bandwidth"]) for row in rows):
-        table = Table("method", *columns, title=f"{count} nodes, {rate}/s; ratios to BF16")
+        table = Table("method", *columns, title=f"{network(count, rate)}; ratios to BF16")
         for row in rows:
             if (row["nodes"], row["bandwidth"]) == (count, rate):
                 table.add_row(
@@ -375,7 +382,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.barh(names, wire, label="wire")
         casts = [row["quantise_seconds"] for row in some]
         axes.barh(names, casts, left=wire, label="quantise")
-        axes.set(title=f"{count} nodes, {rate}/s", xlabel="seconds a step")
+        most = max(map(sum, zip(wire, casts, strict=True)))
+        axes.set(title=network(count, rate), xlabel="seconds a step", xlim=(0, 1.05 * most))
         axes.tick_params("y", labelleft=axes is panels[0][0])
     panels[0][-1].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

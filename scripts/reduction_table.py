@@ -41,7 +41,7 @@ def all_to_all(wire: Codec, parts: Iterable[Tensor]) -> Tensor:
     total, count = None, 0
     for part in parts:
         total = torch.zeros(len(part)) if total is None else total
-        wire.add(total, wire.encode(part[None])[0])
+        wire.add(total, wire.encode(part[None]))
         count += 1
     assert total is not None
     return total.div_(count)
@@ -118,7 +118,7 @@ def by_steps(size: int) -> list[dict[str, Any]]:
         }
         residual = x + residual - wire.decode(messages["error feedback"], size)
         for name, message in messages.items():
-            wire.add(sums[name], message)
+            wire.add(sums[name], message[None])
     for name, total in sums.items():
         error = relative_error(total, STEPS * x.double())
         rows.append({"rounding": name, "steps": STEPS, "relative_error": error})

@@ -208,8 +208,7 @@ class ModuleReduction:
             received = torch.empty_like(messages)
             yield self._all_to_all(received, messages, group)
             out.zero_()
-            for message in received:
-                method.shard.add(out, message)
+            method.shard.add(out, received)
         out.div_(divisor)
 
     def _share(self, out: Tensor, group: dist.ProcessGroup) -> Steps:
@@ -222,8 +221,7 @@ class ModuleReduction:
         received = torch.empty_like(messages)
         yield self._all_to_all(received, messages, group)
         mean = torch.zeros(size, device=out.device)
-        for message in received:
-            wire.add(mean, message)
+        wire.add(mean, received)
         mean.div_(count)
         message = self._encode("mean", wire, mean[None], group)
         means = message.new_empty(count, message.shape[1])

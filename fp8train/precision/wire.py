@@ -26,11 +26,11 @@ from fp8train.precision.formats import (
     e8m0_encode,
     round_to_grid,
 )
-from fp8train.precision.kernels import wire_kernels
+from fp8train.precision.kernels import triton_wire, wire_kernels
+from fp8train.precision.kernels.triton_wire import BLOCK
 from fp8train.precision.quantize import Draw
 from fp8train.precision.scaling import scale_from_amax
 
-BLOCK = 128  # elements that share a scale
 NAN = 0x7F  # NaN's byte in E5M2 and in E4M3
 
 
@@ -53,8 +53,8 @@ class Codec(Protocol):
         """uint8 [W] → FP32 [S], for S = size."""
         ...
 
-    def add(self, total: Tensor, message: Tensor) -> None:
-        """Add a message's values to total, FP32 [S], in place."""
+    def add(self, total: Tensor, messages: Tensor) -> None:
+        """Add the values of messages, uint8 [N, W], to total, FP32 [S], in their order."""
         ...
 
 
@@ -81,9 +81,10 @@ class Plain:
         """As `Codec.decode`."""
         return message.view(self.dtype).float()
 
-    def add(self, total: Tensor, message: Tensor) -> None:
+    def add(self, total: Tensor, messages: Tensor) -> None:
         """As `Codec.add`."""
-        total.add_(message.view(self.dtype))  # widened exactly, then one FP32 sum
+        for message in messages.view(self.dtype):
+            total.add_(message)  # widened exactly, then one FP32 sum
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class EightBit:
             numbers = None if draw is None else draw.numbers(x)
             block = self.block(size)
             return wire_kernels.encode(x, self.width(size), block, self.fmt, numbers)
+        if draw is None and self.scaling == "block" and triton_wire.usable(x):
+            return triton_wire.encode(x, self.width(size), self.fmt)
         return self.encode_plainly(x, draw)
 
     def encode_plainly(self, x: Tensor, draw: Draw | None = None) -> Tensor:
@@ -159,13 +162,17 @@ class EightBit:
             return values
         return values * self._wide(e8m0_decode(message[size:]), size)
 
-    def add(self, total: Tensor, message: Tensor) -> None:
+    def add(self, total: Tensor, messages: Tensor) -> None:
         """As `Codec.add`."""
-        if wire_kernels.usable(total, message):
-            block = self.block(total.numel())
-            wire_kernels.decode_into(total, message, block, self.fmt, add=True)
-        else:
-            total.add_(self.decode_plainly(message, total.numel()))
+        size = len(total)
+        if self.scaling == "block" and triton_wire.usable(total, messages):
+            triton_wire.add(total, messages, self.fmt)
+            return
+        for message in messages:
+            if wire_kernels.usable(total, message):
+                wire_kernels.decode_into(total, message, self.block(size), self.fmt, add=True)
+            else:
+                total.add_(self.decode_plainly(message, size))
 
     def saturated(self, messages: Tensor, size: int) -> Tensor:
         """How many elements of messages [N, W] are the format's largest magnitude, int64."""

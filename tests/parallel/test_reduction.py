@@ -99,7 +99,7 @@ def simulate(name: str, size: int, ranks: int, owner: int) -> Tensor:
     total, key = torch.zeros(size), key_of(5, "gradients", "blocks.0", "shard")
     for rank, x in enumerate(whole):
         messages = wire.encode(x, Draw(key, 3 << 32 | 1, row_offset=rank * ranks))
-        wire.add(total, messages[owner])
+        wire.add(total, messages[owner : owner + 1])
     return total / ranks
 
 

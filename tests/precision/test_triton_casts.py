@@ -38,11 +38,12 @@ from fp8train.precision.formats import (
     round_to_grid,
 )
 from fp8train.precision.formats import cast as plain_cast
-from fp8train.precision.kernels import triton_casts
+from fp8train.precision.kernels import triton_casts, triton_wire
 from fp8train.precision.kernels.triton_casts import Copy, Launch, Quantized, Target
 from fp8train.precision.quantize import tiles
 from fp8train.precision.scaling import FLT_MAX, ScaleRule, Scales
 from fp8train.precision.tensor import COLUMN, ROW, TENSOR, Granularity, spread
+from fp8train.precision.wire import EightBit
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BF16_MAX = torch.finfo(BF16).max
@@ -248,6 +249,53 @@ def amaxes() -> None:
     assert triton_casts.amax(placed(nothing), TENSOR).item() == 0
 
 
+@check
+def messages() -> None:
+    """Bytes of a gradient for the wire: ragged, of values of every size and none."""
+    generator = torch.Generator().manual_seed(5)
+    for fmt in (E5M2, E4M3):
+        wire = EightBit(fmt.name.lower(), fmt)
+        for rows, size in ((3, 1), (2, 127), (1, 128), (2, 5000)):
+            x = torch.randn(rows, size, generator=generator)
+            x *= (20 * torch.randn(rows, size, generator=generator)).exp2()
+            x[0, ::7], x[-1, 3::11] = 0.0, -0.0
+            same_bytes(x, wire)
+        drawn = torch.randint(0, 2**32, (2, 128 * 40), generator=generator)
+        same_bytes(drawn.to(torch.uint32).view(FP32), wire)  # with NaN and Inf here and there
+        grid = torch.arange(2**16).to(torch.uint16).view(torch.int16).view(BF16).float()
+        blocks = grid[grid.isfinite()].view(-1, 120)  # 544 of them
+        for largest in (fmt.max, FLT_MAX, 2.0**-120):
+            last = torch.full((len(blocks), 8), largest)
+            x = torch.cat((blocks.clamp(-largest, largest), last), dim=1)
+            same_bytes(x.view(1, -1), wire)
+
+
+def same_bytes(x: Tensor, wire: EightBit) -> None:
+    ours = triton_wire.encode(placed(x), wire.width(x.shape[1]), wire.fmt).cpu()
+    expected = wire.encode_plainly(x)
+    wrong = ours != expected
+    assert not wrong.any(), (wrong.nonzero()[0].tolist(), ours[wrong][0], expected[wrong][0])
+
+
+@check
+def sums_of_messages() -> None:
+    generator = torch.Generator().manual_seed(6)
+    for fmt in (E5M2, E4M3):
+        wire = EightBit(fmt.name.lower(), fmt)
+        for count, size in ((1, 1), (2, 130), (5, 3000)):
+            drawn = torch.randint(0, 256, (count, wire.width(size)), generator=generator)
+            noise = drawn.to(torch.uint8)  # every byte there is, as payload and as scale
+            x = torch.randn(count, size, generator=generator)
+            for sent in (noise, wire.encode_plainly(x)):
+                total = torch.linspace(-1, 1, size)
+                expected = total.clone()
+                for message in sent:
+                    expected += wire.decode_plainly(message, size)
+                ours = placed(total)
+                triton_wire.add(ours, sent.to(DEVICE), fmt)
+                same(ours, expected)
+
+
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -346,15 +394,14 @@ def compiled(
     """A launch's code for a compute capability, ×10, by Triton's own way up to the launch."""
     from triton.runtime import driver
 
-    from fp8train.precision.kernels import triton_kernels
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", None)
 
     def code(launch: Launch, capability: int) -> dict[str, str]:
         driver.set_active(Pretended(capability))
-        kernel = getattr(triton_kernels, launch.kernel)
-        made = kernel.warmup(**launch.arguments, grid=(launch.programs,), num_warps=launch.warps)
+        made = launch.function().warmup(
+            **launch.arguments, grid=launch.grid, num_warps=launch.warps
+        )
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])
         tool = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin/cuobjdump"
@@ -400,6 +447,35 @@ def test_code(
         assert re.search(r"(atom|red)\.global\.gpu\.relaxed\.max\.s32", ptx)
 
 
+def wire_launches() -> dict[str, Launch]:
+    """Messages made and added, of even and of odd sizes."""
+    found = {}
+    for size in (2**20, 2**20 + 1):
+        for fmt in (E5M2, E4M3):
+            x, wire = torch.zeros(8, size), EightBit(fmt.name.lower(), fmt)
+            sent = torch.zeros(8, wire.width(size), dtype=torch.uint8)
+            about = f"{wire.name}_{size % 2}"
+            found[f"encode_{about}"] = triton_wire.encode_launch(x, sent, fmt)
+            found[f"add_{about}"] = triton_wire.add_launch(x[0], sent, fmt)
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", wire_launches())
+def test_code_of_messages(
+    compiled: Callable[[Launch, int], dict[str, str]], name: str, capability: int
+) -> None:
+    launch = wire_launches()[name]
+    code = compiled(launch, capability)
+    assert f".target sm_{capability}" in code["ptx"]
+    assert not re.search(r"\.ftz|div\.(full|approx)|\brcp\.", code["ptx"])
+    assert ("div.rn.f32" in code["ptx"]) == name.startswith("encode")
+    assert re.search(r"STACK:0 .*LOCAL:0", code["usage"]), code["usage"]
+    programs = -(-launch.arguments["size"] // 2048)
+    assert launch.grid == (programs, 8 if name.startswith("encode") else 1)
+
+
 @pytest.mark.parametrize(
     ("granularity", "block", "steps"),
     [
@@ -424,7 +500,7 @@ def test_a_launch_covers_the_matrix(
     assert (got["R"], got["C"]) == block
     assert (got["row_step"], got["column_step"]) == steps
     assert (got["rows"], got["columns"], got["TILE"]) == (300, 200, tile)
-    assert launch.programs == {64: 5 * 4, 128: 3 * 2}[tile]
+    assert launch.grid == ({64: 5 * 4, 128: 3 * 2}[tile],)
     assert launch.warps == {64: 4, 128: 8}[tile]
     assert got["out_2"] is None
     last = (-(-300 // block[0]) - 1) * steps[0] + (-(-200 // block[1]) - 1) * steps[1]

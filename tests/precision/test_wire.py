@@ -63,7 +63,7 @@ def test_the_kernels_have_the_bits_of_the_torch_form(
         )
         total = torch.linspace(-1, 1, size)
         expected = total + values
-        wire.add(total, message)
+        wire.add(total, message[None])
         torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -89,7 +89,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     count = 400
     mean = torch.zeros(4096)
     for tick in range(count):
-        wire.add(mean, wire.encode(x, Draw(7, tick))[0])
+        wire.add(mean, wire.encode(x, Draw(7, tick)))
     once = wire.decode(wire.encode(x, Draw(7, 0))[0], 4096) - x[0]
     nearest = wire.decode(wire.encode(x)[0], 4096) - x[0]
     error = (mean / count - x[0]).norm()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -174,23 +175,27 @@ class Launch:
     """A call of a kernel.
 
     Attributes:
-        kernel: its name in triton_kernels.py.
-        programs: how many, one a tile.
+        kernel: its name.
+        grid: how many programs there are, in up to three dimensions.
         warps: of a program.
         arguments: by name.
+        module: of this package, which has the kernel.
     """
 
     kernel: str
-    programs: int
+    grid: tuple[int, ...]
     warps: int
     arguments: dict[str, Any]
+    module: str = "triton_kernels"
+
+    def function(self) -> Any:
+        """The kernel itself."""
+        return getattr(import_module(f"{__package__}.{self.module}"), self.kernel)
 
     def run(self) -> None:
-        from fp8train.precision.kernels import triton_kernels
-
-        kernel = getattr(triton_kernels, self.kernel)
-        with torch.cuda.device_of(self.arguments["x"]):  # Triton launches on the current device
-            kernel[(self.programs,)](**self.arguments, num_warps=self.warps)
+        where = next(each for each in self.arguments.values() if isinstance(each, Tensor))
+        with torch.cuda.device_of(where):  # Triton launches on the current device
+            self.function()[self.grid](**self.arguments, num_warps=self.warps)
 
 
 def amax_launch(x: Tensor, granularities: Sequence[Granularity], found: Sequence[Tensor]) -> Launch:
@@ -267,4 +272,4 @@ def _launch(kernel: str, x: Tensor, tile: int, arguments: dict[str, Any]) -> Lau
     programs = -(-rows // tile) * -(-columns // tile)
     warps = tile // 16  # more would leave a thread of the larger tile too few registers
     about = {"x": x, "rows": rows, "columns": columns, "TILE": tile}
-    return Launch(kernel, programs, warps, {**about, **arguments})
+    return Launch(kernel, (programs,), warps, {**about, **arguments})
