@@ -281,14 +281,14 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def warnings(config: Config, layout: Layout, local_world_size: int) -> list[str]:
+def warnings(config: Config, layout: Layout, local_world_size: int | None) -> list[str]:
     """What runs, but slower or worse than it could: a line each, for the log.
 
     Args:
-        local_world_size: number of processes on this machine.
+        local_world_size: number of processes on this machine; None where it is not known.
     """
     tensor, ranks, lines = layout.tensor, layout.shard * layout.context, []
-    if local_world_size % tensor:
+    if local_world_size is not None and local_world_size % tensor:
         machines = -(-tensor // local_world_size)
         spans = f"spans {machines} machines" if machines > 1 else "has groups that span 2 machines"
         lines.append(

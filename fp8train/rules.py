@@ -333,6 +333,7 @@ def _check_gradients(config: Config, layout: Layout) -> None:
         )
     if ring:
         _check_ring(config, layout)
+    _check_replicated(config, layout)
     if gradients.error_feedback and loss_scaling(config) == "dynamic":
         raise ConfigError(
             "gradients.error_feedback=true with a dynamic loss scale: what is kept for the next "
@@ -342,6 +343,19 @@ def _check_gradients(config: Config, layout: Layout) -> None:
         raise ConfigError(
             f"gradients.accumulate=sharded does not run with parallel.pipeline={layout.pipeline}, "
             f"whose schedules reduce once a step: use unsharded"
+        )
+
+
+def _check_replicated(config: Config, layout: Layout) -> None:
+    """Tensor ranks hold copies of norms. A scale for a whole message is that of other weights too,
+    another on each rank, and E4M3 is so narrow that copies could then round differently."""
+    gradients, types = config.gradients, wire_types(config, layout)
+    one_scale = gradients.scaling == "tensor" or gradients.algorithm == "ring"
+    if layout.tensor > 1 and "e4m3" in {types.shard, types.replicate} and one_scale:
+        raise ConfigError(
+            f"gradients.reduce=e4m3 with one scale a message and parallel.tensor={layout.tensor}: "
+            f"copies of a norm's gradient could differ; use gradients.reduce=e5m2, or "
+            f"gradients.scaling=block with gradients.algorithm=all_to_all"
         )
 
 
@@ -379,8 +393,8 @@ def _check_gather(config: Config) -> None:
         )
     for recipe in sorted(precision.recipes() - {*able, "bf16"}):
         raise ConfigError(
-            f"parameters.gather=fp8: {recipe} has no single eight-bit payload of a weight, and two "
-            f"cost BF16's bytes; {use}"
+            f"parameters.gather=fp8: {recipe} has no single eight-bit copy of a weight that serves "
+            f"both GEMMs; {use}"
         )
     if "weight" in (precision.stochastic_rounding or []):
         raise ConfigError(

@@ -183,7 +183,7 @@ def main() -> int:
         for count in arguments.nodes:
             rows += measure(count, arguments.rates, arguments.steps)
     except NotPermitted as reason:
-        print(f"bench_network: skipped, network namespaces are not permitted: {reason}")
+        print(f"bench_network: skipped, it can't make network namespaces: {reason}")
         return SKIPPED
     show(rows)
     if arguments.plot:

@@ -527,12 +527,20 @@ GRADIENTS_REFUSED = {
         "trainer.loss_scale.mode=static",
     ),
     "parameters.gather=fp8 precision=mxfp8": (
-        "parameters.gather=fp8: mxfp8 has no single eight-bit payload of a weight, and two cost",
+        "parameters.gather=fp8: mxfp8 has no single eight-bit copy of a weight",
         "precision=fp8_block",
     ),
     "parameters.gather=fp8 precision=fp8_rowwise": (
         "parameters.gather=fp8: fp8_rowwise has no single",
         "precision=fp8_delayed",
+    ),
+    "gradients.reduce=e4m3 gradients.scaling=tensor parallel.tensor=2": (
+        "copies of a norm's gradient could differ",
+        "gradients.reduce=e5m2",
+    ),
+    "gradients.reduce=e4m3 gradients.algorithm=ring parallel.tensor=2": (
+        "with one scale a message and parallel.tensor=2",
+        "gradients.algorithm=all_to_all",
     ),
     "parameters.gather=fp8 precision=bf16": ("has no FP8 weights", "parameters.gather=bf16"),
     "gradients.accumulate=sharded parallel.pipeline=2": (

@@ -21,7 +21,7 @@ class Audit:
         """Messages have been made of x, FP32 [N, S]."""
         if isinstance(codec, EightBit):
             self._add("elements", torch.tensor(x.numel()))
-            self._add("saturated", codec.saturated(messages, x.shape[1]))
+            self._add("saturated", codec.saturated(messages, x))
             self._add("flushed", codec.flushed(messages, x))
 
     def reduced(self, result: Tensor, reference: Tensor) -> None:
@@ -36,15 +36,17 @@ class Audit:
         self.sums[SUMS.index(name)] += value.to(self.sums)
 
     def report(self) -> dict[str, float]:
-        """Over all ranks: relative error (2-norm), cosine, and the fractions of encoded elements
-        that saturated, and that were flushed to zero. Every rank calls it."""
+        """Over all ranks: relative error (2-norm) and cosine, and of elements that were encoded in
+        eight bits the fractions that saturated, and that were flushed to zero. Every rank calls
+        it."""
         dist.all_reduce(self.sums)
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        norm, elements = sums["reference"], max(sums["elements"], 1.0)
+        norm, elements = sums["reference"], sums["elements"]
         lengths = (norm * sums["reduced"]) ** 0.5
-        return {
+        found = {
             "relative_error": (sums["error"] / norm) ** 0.5 if norm else 0.0,
             "cosine": sums["product"] / lengths if lengths else 1.0,
-            "saturated": sums["saturated"] / elements,
-            "flushed": sums["flushed"] / elements,
         }
+        if elements:
+            found |= {name: sums[name] / elements for name in ("saturated", "flushed")}
+        return found

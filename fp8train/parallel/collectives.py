@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Called all_gather_into_tensor before torch 2.13, where that name warns.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x [...] of every rank → [ranks, ...], in rank order."""
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    # Called all_gather_into_tensor before torch 2.13, where that name warns.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(parts, x.contiguous(), group=group)
+    gather_into(parts, x.contiguous(), group=group)
     return parts.view(group.size(), *x.shape)
 
 

@@ -70,28 +70,23 @@ class Sequential:
         in the shards."""
         assert isinstance(self.model, FSDPModule)
         total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device)
+        shards = list(self.model.parameters())  # what FSDP2 gathers later has no gradient
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             self.model.set_requires_gradient_sync(last or self.reduction is not None)
             self.model.set_reshard_after_backward(last or not self.keep_weights)
             # FSDP2 would add to a gradient that is there one whose bytes are still on the way.
-            sums = self._take_gradients() if self.reduction is not None else []
+            sums = take_gradients(shards) if self.reduction is not None else []
             before(batch)
             loss = self.loss(self.model(batch.tokens), batch.targets)
             (loss * weight).backward()
             total += loss.detach()
             if self.reduction is not None:
                 self.reduction.finish()
-                for before_it, parameter in sums:
-                    assert parameter.grad is not None
-                    parameter.grad.add_(before_it)
+                for before_it, shard in sums:
+                    assert shard.grad is not None
+                    shard.grad.add_(before_it)
         return total
-
-    def _take_gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """The gradients that there are, taken away from their parameters, which are sharded now."""
-        found = [(p.grad, p) for p in self.model.parameters() if p.grad is not None]
-        self.model.zero_grad(set_to_none=True)
-        return found
 
     def evaluate(self, batches: list[MicroBatch], before: Callable[[MicroBatch], None]) -> Tensor:
         """As `Execution.evaluate`."""
@@ -100,6 +95,14 @@ class Sequential:
             before(batch)
             total += self.loss(self.model(batch.tokens), batch.targets)
         return total
+
+
+def take_gradients(shards: list[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
+    """The gradients that there are, taken away from their shards."""
+    found = [(shard.grad, shard) for shard in shards if shard.grad is not None]
+    for _, shard in found:
+        shard.grad = None
+    return found
 
 
 class Pipelined:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8train.parallel.audit import Audit
+from fp8train.parallel.collectives import gather_into
 from fp8train.parallel.ring import ring_reduce_scatter
 from fp8train.precision.philox import key_of
 from fp8train.precision.quantize import Draw
@@ -126,11 +127,13 @@ class GradientReduction:
             for stage, kept in module.residuals.items()
         }
 
-    def restore(self, residuals: dict[str, Tensor]) -> None:
-        """Keep what `residuals` gave."""
+    def restore(self, residuals: dict[str, Tensor], factor: float) -> None:
+        """Keep what `residuals` gave, times a factor, for the stages that still round."""
         for key, kept in residuals.items():
             name, _, stage = key.rpartition(":")
-            self.modules[name].residuals[stage] = kept
+            codec = self.method.shard if stage == "shard" else self.method.replicate
+            if self.method.residual is not None and isinstance(codec, EightBit):
+                self.modules[name].residuals[stage] = kept.mul_(factor)
 
     def take_bytes(self) -> int:
         """Bytes sent since the last call."""
@@ -226,7 +229,7 @@ class ModuleReduction:
         message = self._encode("mean", wire, mean[None], group)
         means = message.new_empty(count, message.shape[1])
         self.owner.bytes_sent += message.numel() * (count - 1)
-        work = dist.all_gather_into_tensor(means, message, group=group, async_op=True)
+        work = gather_into(means, message, group=group, async_op=True)
         assert work is not None
         yield work
         decoded = [wire.decode(means[number], size) for number in range(count)]
@@ -247,7 +250,10 @@ class ModuleReduction:
         if method.stochastic:
             key = key_of(method.seed, "gradients", self.name, stage)
             tick = owner.step << 32 | self.calls
-            draw = Draw(key, tick, row_offset=group.rank() * len(x))
+            number = group.rank()  # of these rows' messages among all that are summed
+            if stage == "shard" and owner.replicas is not None:
+                number += owner.replicas.rank() * group.size()
+            draw = Draw(key, tick, row_offset=number * len(x))
         if method.residual is not None:
             kept = self.proposed.get(stage, self.residuals.get(stage))
             x = x if kept is None else x + kept

@@ -78,7 +78,8 @@ class Telemetry:
         Args:
             group: the ranks whose samples count together; None for this one alone.
         Returns:
-            "LAYER.ROLE" → statistics, in model order; None if the step was not sampled.
+            "LAYER.ROLE" → statistics, in model order, of what was quantised in these layers;
+            None if the step was not sampled.
         """
         if not self.sampling:
             return None
@@ -94,6 +95,7 @@ class Telemetry:
         return {
             f"{layer}.{role}": statistics(Sums(*row))
             for (layer, role), row in zip(keys, rows.tolist(), strict=True)
+            if Sums(*row).elements  # a weight that arrives as bytes was cast elsewhere
         }
 
     @torch.no_grad()

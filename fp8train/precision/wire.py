@@ -174,10 +174,12 @@ class EightBit:
             else:
                 total.add_(self.decode_plainly(message, size))
 
-    def saturated(self, messages: Tensor, size: int) -> Tensor:
-        """How many elements of messages [N, W] are the format's largest magnitude, int64."""
+    def saturated(self, messages: Tensor, x: Tensor) -> Tensor:
+        """How many elements of x [N, S] are beyond the largest magnitude of their block, int64."""
+        size = x.shape[1]
         largest = int(cast(torch.tensor([self.fmt.max]), self.fmt).view(torch.uint8))
-        return ((messages[:, :size] & 0x7F) == largest).sum()
+        values = torch.stack([self.decode(message, size) for message in messages])
+        return (((messages[:, :size] & 0x7F) == largest) & (x.abs() > values.abs())).sum()
 
     def flushed(self, messages: Tensor, x: Tensor) -> Tensor:
         """How many elements of x [N, S] that are not zero have become it, int64."""

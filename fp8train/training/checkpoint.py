@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fp8train.config import Config, ConfigError, flattened, written
+from fp8train.layout import Layout, micro_batches
 from fp8train.parallel.parallelize import ParallelModel
-from fp8train.rules import gradient_reduction
+from fp8train.rules import gradient_reduction, loss_scaling
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -145,6 +146,7 @@ def save(
             "progress": asdict(progress),
             "data_fingerprint": fingerprint,
             "layout": str(parallel.mesh.layout),
+            "gradient_unit": gradient_unit(config, parallel.mesh.layout),
             **held(config),
         }
         with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -169,7 +171,17 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+def gradient_unit(config: Config, layout: Layout) -> float:
+    """What gradients are multiplied by while they are reduced, so the unit of what error feedback
+    keeps: a static loss scale, for each micro batch of a step."""
+    static = loss_scaling(config) == "static"
+    scale = config.trainer.loss_scale.value if static else 1.0
+    return scale * micro_batches(config, layout)
+
+
+def load(
+    checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optimizer, config: Config
+) -> None:
     """Fill model, optimizer, recipe state and what error feedback keeps from a checkpoint; every
     rank calls it.
 
@@ -196,8 +208,10 @@ def load(checkpoint: Path, parallel: ParallelModel, optimizer: torch.optim.Optim
     if parallel.tied:
         _to_own_names(state, parallel)
     mine = _of_rank()
+    unit = gradient_unit(config, parallel.mesh.layout)
+    theirs = (_manifest(checkpoint) or {}).get("gradient_unit", unit)
     parallel.reduction.restore(
-        {key.removeprefix(mine): kept for key, kept in state["residuals"].items()}
+        {key.removeprefix(mine): kept for key, kept in state["residuals"].items()}, unit / theirs
     )
     set_model_state_dict(parallel.model, state["model"])
     set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"], options=FLAT)

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8train.config import Config
 from fp8train.layout import Layout
+from fp8train.layout_rules import warnings
 from fp8train.parallel import runtime
 from fp8train.parallel.mesh import Mesh
 from fp8train.parallel.parallelize import gradient_reduction, sharded_parts
@@ -40,6 +41,8 @@ def dry_run(config: Config, world_size: int) -> int:
     shape = layout.described(config.parallel.pipeline_schedule)
     shape = f" ({shape})" if world_size > 1 else ""
     console.print(f"{config.model.name} in {config.precision.recipe} on {ranks}{shape}")
+    for line in warnings(config, layout, local_world_size=None):
+        console.print(line)
     report(config, layout, console)
     memories = [memory(config, layout, place) for place in range(layout.pipeline)]
     differ = []

@@ -180,6 +180,7 @@ class Reporter:
             "quantised": f"{self.fp8_fraction:.1%} of the blocks' GEMM FLOPs have two operands of "
             "eight bits or fewer",
             "gradients": gradients_in_words(config, self.learner.mesh.layout),
+            "weights": weights_in_words(config, self.learner.mesh.layout),
             "batch": f"{trainer.global_batch_size} samples of {trainer.sequence_length} tokens, "
             f"{self.learner.tokens_a_step:,} tokens a step",
             "data": f"{config.data.path or config.data.name}, fingerprint {self.data_id}",
@@ -208,7 +209,7 @@ def gradients_in_words(config: Config, layout: Layout) -> str:
         return "not sent: no two ranks hold the same parameters"
     summed = f"in {sent.upper()}, in a ring" if gradients.algorithm == "ring" else "in FP32"
     words = [f"sent as {sent}, summed {summed}"]
-    if gradients.scaling != "block":
+    if gradients.scaling == "none" or (gradients.scaling == "tensor" and summed == "in FP32"):
         words.append(f"scaling {gradients.scaling}")
     if gradients.rounding == "stochastic":
         words.append("rounded stochastically")
@@ -217,6 +218,18 @@ def gradients_in_words(config: Config, layout: Layout) -> str:
     if gradients.accumulate == "sharded":
         words.append("after each micro batch")
     return ", ".join(words)
+
+
+def weights_in_words(config: Config, layout: Layout) -> str:
+    """How weights reach the ranks that compute with them."""
+    if layout.shard * layout.context == 1:
+        return "not sent: no two ranks share them"
+    kept = layout.pipeline > 1 or not config.parameters.reshard_after_forward
+    when = "gathered once a step" if kept else "gathered for each pass"
+    computed = "fp32" if config.precision.recipe == "fp32" else "bf16"
+    if config.parameters.gather == "fp8":
+        return f"{when} as bytes in the FP8 linears, {computed} elsewhere"
+    return f"{when} as {computed}"
 
 
 def options_set(precision: PrecisionConfig) -> str:

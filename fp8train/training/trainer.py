@@ -124,7 +124,7 @@ def run(config: Config, learner: Learner, reporter: Reporter, resume_from: Path 
     """Train to the last step, validating and saving when due."""
     trainer, progress = config.trainer, learner.progress
     if resume_from is not None:
-        checkpoint.load(resume_from, learner.parallel, learner.optimizer)
+        checkpoint.load(resume_from, learner.parallel, learner.optimizer, config)
 
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0

@@ -133,7 +133,7 @@ def save_and_load(folder: Any) -> list[list[float]]:
     losses = [[one.step().loss, one.step().loss]]
     for gather in ("fp8", "bf16"):
         other = learner(configuration("fp8_delayed", gather))
-        load(folder / "step_00000001", other.parallel, other.optimizer)
+        load(folder / "step_00000001", other.parallel, other.optimizer, other.config)
         other.progress.step, other.progress.consumed_samples = 1, 12
         losses.append([other.step().loss, other.step().loss])
     return losses

@@ -187,6 +187,33 @@ def test_replicas_get_one_mean(replicas: int, shards: int) -> None:
                     assert sent == inside + 2 * (replicas - 1) * method.replicate.width(part)
 
 
+def share_one_gradient() -> Tensor:
+    """The mean of the same gradient in two replicas, less the gradient, rounded stochastically."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fp32 = codec("fp32")
+    one, two = (Method(STOCHASTIC.shard, fp32, stochastic=True, seed=5), Method(fp32, fp32))
+    x = gradient(0, 4096, 2)
+    means = [
+        reduced(
+            GradientReduction(method, mesh["replicate"].get_group()), x, mesh["shard"].get_group()
+        )
+        for method in (one, two)
+    ]
+    return means[0] - means[1]
+
+
+def test_replicas_draw_bits_of_their_own() -> None:
+    """The variance of what is drawn goes down with every rank that draws: 4 here, 2 by shards."""
+    error = torch.stack(on_ranks(4, share_one_gradient)).square().mean()
+    x = gradient(0, 4096, 2).view(2, 4096)
+    alone = []
+    for key in range(4):
+        messages = STOCHASTIC.shard.encode(x, Draw(key_of(key, "alone"), 0))
+        arrived = torch.stack([STOCHASTIC.shard.decode(m, 4096) for m in messages])
+        alone.append((arrived - x).square().mean())
+    assert error / torch.stack(alone).mean() == pytest.approx(1 / 4, rel=0.1)
+
+
 def there_and_back(wire: Codec, parts: list[Tensor]) -> Tensor:
     mean = all_to_all(wire, parts)
     return wire.decode(wire.encode(mean[None])[0], len(mean))
@@ -347,4 +374,7 @@ def test_the_audit_knows_the_error(name: str, replicas: bool, error: float) -> N
     found = reports[0]
     assert found["relative_error"] == pytest.approx(error, rel=0.1, abs=1e-7)
     assert found["cosine"] == pytest.approx(1 - error**2 / 2, abs=1e-3)
-    assert 0 <= found["saturated"] < 0.01 and found["flushed"] == 0
+    if name == "fp32":
+        assert found.keys() == {"relative_error", "cosine"}
+    else:
+        assert found["saturated"] == 0 and found["flushed"] == 0

@@ -186,4 +186,4 @@ def test_a_role_in_high_precision() -> None:
     assert found is not None
     known = {name for name, value in found["1.input"].items() if value is not None}
     assert known == {"amax", "kurtosis"}
-    assert set(found["1.grad_output"].values()) == {None}  # there was no backward
+    assert "1.grad_output" not in found  # there was no backward

@@ -146,7 +146,7 @@ def test_without_namespaces_the_bench_is_skipped_by_name(repo: Path, tmp_path: P
         command, capture_output=True, text=True, env=os.environ | {"PATH": path}, check=False
     )
     assert done.returncode == bench_network.SKIPPED
-    assert done.stdout.startswith("bench_network: skipped, network namespaces are not permitted")
+    assert done.stdout.startswith("bench_network: skipped, it can't make network namespaces")
     assert "permission denied" in done.stdout
 
 

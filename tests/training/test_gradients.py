@@ -55,6 +55,18 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {  # and how far losses may be f
 }
 
 
+@pytest.mark.parametrize("replicate", (1, 2, 4))
+def test_sharded_sums_of_weights_that_stay(replicate: int) -> None:
+    """Weights that stay gathered between micro batches hide the shards, which have the sums."""
+    ways = []
+    for accumulate, reshard in (("unsharded", True), ("sharded", False)):
+        config = configuration({"reduce": "fp32"}, micro_batch_size=1, replicate=replicate)
+        config.gradients.accumulate = accumulate
+        config.parameters.reshard_after_forward = reshard
+        ways.append(np.array([step[:2] for step in on_ranks(4, train, config)[0]]))
+    np.testing.assert_allclose(ways[1], ways[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_reduce_train_one_model(way: str) -> None:
     gradients, bound = WAYS[way]
@@ -136,11 +148,19 @@ def save_and_go_on(folder: Path) -> dict[str, Any]:
     lines = Lines()
     logging.getLogger("fp8train.training.checkpoint").addHandler(lines)
     logging.getLogger("fp8train.training.checkpoint").setLevel(logging.INFO)
-    load(folder / "step_00000002", other.parallel, other.optimizer)
+    load(folder / "step_00000002", other.parallel, other.optimizer, config)
     other.progress.step, other.progress.consumed_samples = 2, 2 * config.trainer.global_batch_size
     seen["resumed"] = [other.step().loss for _ in range(2)]
-    elsewhere = learner(configuration({"error_feedback": True, "rounding": "stochastic"}, tensor=2))
-    load(folder / "step_00000002", elsewhere.parallel, elsewhere.optimizer)
+    # The residuals are in the unit of the gradients, which the loss is scaled by.
+    scaled = configuration({"error_feedback": True, "rounding": "stochastic"}, shard=2, replicate=2)
+    scaled.trainer.loss_scale.mode, scaled.trainer.loss_scale.value = "static", 1024.0
+    other = learner(scaled)
+    load(folder / "step_00000002", other.parallel, other.optimizer, scaled)
+    other.progress.step, other.progress.consumed_samples = 2, 2 * config.trainer.global_batch_size
+    seen["scaled"] = [other.step().loss for _ in range(2)]
+    tensor = configuration({"error_feedback": True, "rounding": "stochastic"}, tensor=2)
+    elsewhere = learner(tensor)
+    load(folder / "step_00000002", elsewhere.parallel, elsewhere.optimizer, tensor)
     seen["elsewhere"] = len(elsewhere.parallel.reduction.residuals())
     seen["lines"] = lines.seen
     return seen
@@ -157,7 +177,7 @@ class Lines(logging.Handler):
 
 def test_a_checkpoint_has_what_error_feedback_keeps(tmp_path: Path) -> None:
     for seen in on_ranks(4, save_and_go_on, tmp_path):
-        assert seen["resumed"] == seen["going on"]
+        assert seen["resumed"] == seen["scaled"] == seen["going on"]
         assert seen["elsewhere"] == 0
         (line,) = seen["lines"]
         assert line.startswith("error feedback starts anew: ")
@@ -172,16 +192,20 @@ def test_a_run_says_how_its_gradients_travel(launcher: Launcher) -> None:
         "audited",
         *("precision=fp8_current", "gradients.audit_every=2", "gradients.rounding=stochastic"),
         *("gradients.error_feedback=true", "gradients.accumulate=sharded"),
-        processes=2,
+        *("parallel.replicate=2", "parameters.gather=fp8", "precision.telemetry.every=3"),
+        processes=4,
     )
     assert run.code == 0, run.err
-    assert (
-        "gradients   sent as e5m2, summed in FP32, rounded stochastically, with error feedback, "
-        "after each micro batch"
-    ) in " ".join(run.out.split()).replace("gradients sent", "gradients   sent")
+    assert "Warning" not in run.err
+    said = " ".join(run.out.split())
+    assert "sent as bf16 inside, e5m2 between, summed in FP32" in said
+    assert "rounded stochastically, with error feedback, after each micro batch" in said
+    assert "weights gathered for each pass as bytes in the FP8 linears, bf16 elsewhere" in said
+    roles = {name.rsplit(".")[-1] for line in run.lines("telemetry") for name in line["telemetry"]}
+    assert roles == {"input", "grad_output"}  # the weights were cast before they came here
     audits = {line["step"]: line["gradient_audit"] for line in run.lines("gradient_audit")}
     assert list(audits) == [2, 4, 6]
     for audit in audits.values():
-        assert 0.03 < audit["relative_error"] < 0.15 and audit["cosine"] > 0.98
+        assert 0.03 < audit["relative_error"] < 0.25 and audit["cosine"] > 0.97
         assert 0 <= audit["flushed"] < 0.2 and 0 <= audit["saturated"] < 0.02
-    assert run.summary["gradient_reduction"] == "e5m2"
+    assert run.summary["gradient_reduction"] == "bf16 inside, e5m2 between"

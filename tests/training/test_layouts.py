@@ -57,6 +57,13 @@ def test_dry_run_of_a_small_layout(launcher: Launcher) -> None:
     assert "pipeline 2 × context 2 × tensor 2" in done.out and "a rank of each kind" in done.out
 
 
+def test_a_dry_run_warns_as_a_run_does(launcher: Launcher) -> None:
+    ring = ("gradients.algorithm=ring", "gradients.reduce=e5m2", "dry_run=true", "world_size=64")
+    done = launcher.train("dry", "model=llama_tiny", "trainer.global_batch_size=128", *ring)
+    assert done.code == 0, done.err
+    assert "gradients.algorithm=ring" in done.out and "64 ranks" in done.out
+
+
 def test_world_size_is_for_dry_runs(launcher: Launcher) -> None:
     done = launcher.train("size", "model=llama_tiny", "world_size=8")
     assert done.code == 2 and "dry_run=true" in done.err and len(done.err.splitlines()) == 1

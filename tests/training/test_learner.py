@@ -100,7 +100,7 @@ def steps(folder: Path) -> dict[str, Any]:
     # A checkpoint, loaded into a learner of other settings.
     save(folder, one.parallel, one.optimizer, one.progress, one.config, "data")
     other = learner(weight_decay=0.0, betas=[0.8, 0.9], eps=1e-4)
-    load(folder / f"step_{one.progress.step:08d}", other.parallel, other.optimizer)
+    load(folder / f"step_{one.progress.step:08d}", other.parallel, other.optimizer, other.config)
     seen["loaded"] = all(map(torch.equal, tensors(one), tensors(other)))
     group = other.optimizer.param_groups[0]
     seen["settings"] = group["weight_decay"], tuple(group["betas"]), group["eps"]

@@ -161,7 +161,7 @@ def runs(folder: Path) -> dict[str, Any]:
     other = build(
         "fp8_delayed", "fp16", progress, value=2.0**30, backoff_factor=2.0**-8, growth_interval=3
     )
-    load(checkpoint, other.parallel, other.optimizer)
+    load(checkpoint, other.parallel, other.optimizer, other.config)
     seen["resumed"] = follow(other, 4)
     return seen
 
