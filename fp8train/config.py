@@ -241,6 +241,7 @@ class DataConfig:
 class CheckpointConfig:
     every: int = 0  # steps; 0: at the end only
     keep: int = 2  # newest checkpoints that stay
+    keep_every: int = 0  # steps: checkpoints of their multiples stay too; 0: none does
     at_end: bool = True
 
 

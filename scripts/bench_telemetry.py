@@ -33,7 +33,7 @@ from fp8train.environment import write_record
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import parallelize
 from fp8train.parallel.runtime import Ranks
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.learner import Learner
 
 RECIPE = "llama_fp8"

@@ -37,7 +37,7 @@ from fp8train.environment import write_record
 from fp8train.parallel import runtime
 from fp8train.parallel.parallelize import compute_dtype, parallelize
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.learner import Learner
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from fp8train.parallel.parameter_gather import ParameterGather
 from fp8train.parallel.reduction import GradientReduction
 from fp8train.precision.wire import EightBit, Plain, codec
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.learner import Learner
 from scripts.namespaces import bytes_sent, limit
 

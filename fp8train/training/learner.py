@@ -19,7 +19,7 @@ from fp8train.parallel.execution import MicroBatch
 from fp8train.parallel.parallelize import ParallelModel
 from fp8train.parallel.vocabulary import IGNORE
 from fp8train.precision.telemetry import Statistics, Telemetry
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.clip import clip_gradients, share_tied_gradient
 from fp8train.training.loss_scale import LossScaler, divide
 from fp8train.training.optimizer import build_optimizer

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8train.config import Config
 from fp8train.rules import LARGEST_LOSS_SCALE, loss_scaling
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 
 
 class LossScaler:

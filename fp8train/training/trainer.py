@@ -21,8 +21,10 @@ from fp8train.parallel.runtime import Ranks
 from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
 from fp8train.rules import check
-from fp8train.training import checkpoint
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.folders import newest_first
+from fp8train.training.checkpoint.load import load, newest_verified
+from fp8train.training.checkpoint.manifest import Progress, progress_of, read
+from fp8train.training.checkpoint.save import save
 from fp8train.training.dry_run import dry_run
 from fp8train.training.learner import Learner
 from fp8train.training.reporter import Reporter
@@ -56,11 +58,9 @@ def train(config: Config) -> int:
     data = prepare(config.data, config.trainer.sequence_length)
     check_vocabulary(config, data)
     data_id = fingerprint(data, config.trainer)
-    progress, resume_from = Progress(), None
-    if config.resume == "auto":
-        resume_from = checkpoint.newest(folder.checkpoints)
-    if resume_from is not None:
-        progress = checkpoint.read_manifest(resume_from, config, data_id)
+    found = newest_first(folder.checkpoints) if config.resume == "auto" else []
+    if found and read(found[0]) is not None:  # mistakes are said before processes meet
+        progress = progress_of(found[0], config, data_id)
         if progress.step >= config.trainer.steps and folder.finished_steps() == progress.step:
             log.info("%s is complete at step %d: nothing to do", folder.path, progress.step)
             return 0
@@ -68,7 +68,12 @@ def train(config: Config) -> int:
         log.info(line)
     runtime.start(ranks, device)
     try:
-        check_agreement(progress, folder)
+        check_agreement(found, folder)
+        progress, resume_from = Progress(), None
+        if found:
+            resume_from = newest_verified(folder.checkpoints)
+        if resume_from is not None:
+            progress = progress_of(resume_from, config, data_id)
         parallel = parallelize(config, device, backend)
         learner = Learner(config, device, data, progress, parallel)
         reporter = Reporter(config, ranks, folder, learner, conversion, backend, data_id)
@@ -80,18 +85,22 @@ def train(config: Config) -> int:
     return 0
 
 
-def check_agreement(progress: Progress, folder: RunFolder) -> None:
-    """All ranks must go on from the same checkpoint.
+def check_agreement(found: list[Path], folder: RunFolder) -> None:
+    """All ranks must see the same checkpoints.
 
     Raises:
-        ConfigError: they see different ones, as on nodes that don't share the run's folder.
+        ConfigError: they don't, as on nodes that don't share the run's folder.
     """
-    step = torch.tensor([progress.step, -progress.step])
-    dist.all_reduce(step, dist.ReduceOp.MAX)
-    if step[0] != -step[1]:
+    mine = (found[0].name if found else "none", len(found))
+    seen = [mine] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    other = next((rank for rank, theirs in enumerate(seen) if theirs != seen[0]), None)
+    if other is not None:
+        (newest, count), (theirs, their_count) = seen[0], seen[other]
         raise ConfigError(
-            f"the ranks find different checkpoints in run.dir={folder.path} (steps {-step[1]} to "
-            f"{step[0]}): put it where all nodes see it"
+            f"the ranks find different checkpoints in run.dir={folder.path} (the newest of {count} "
+            f"is {newest} for rank 0, of {their_count} it is {theirs} for rank {other}): put it "
+            f"where all nodes see it"
         )
 
 
@@ -124,7 +133,7 @@ def run(config: Config, learner: Learner, reporter: Reporter, resume_from: Path 
     """Train to the last step, validating and saving when due."""
     trainer, progress = config.trainer, learner.progress
     if resume_from is not None:
-        checkpoint.load(resume_from, learner.parallel, learner.optimizer, config)
+        load(resume_from, learner.parallel, learner.optimizer, config)
 
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
@@ -140,7 +149,7 @@ def run(config: Config, learner: Learner, reporter: Reporter, resume_from: Path 
             if due(trainer.validate_every) or last:
                 reporter.validated(learner.validate())
             if due(config.checkpoint.every) or (last and config.checkpoint.at_end):
-                checkpoint.save(
+                save(
                     reporter.folder.checkpoints,
                     learner.parallel,
                     learner.optimizer,

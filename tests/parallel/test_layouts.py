@@ -12,7 +12,7 @@ from fp8train.config import Config, ModelConfig, PrecisionConfig
 from fp8train.data.dataset import PreparedData
 from fp8train.parallel.parallelize import parallelize
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.learner import Learner
 from tests.ranks import on_ranks
 

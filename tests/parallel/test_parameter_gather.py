@@ -12,7 +12,9 @@ from fp8train.config import Config
 from fp8train.parallel.parallelize import parallelize
 from fp8train.precision.linear import QuantizedLinear
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress, load, save
+from fp8train.training.checkpoint.load import load
+from fp8train.training.checkpoint.manifest import Progress
+from fp8train.training.checkpoint.save import save
 from fp8train.training.learner import Learner
 from tests.parallel.test_layouts import data_of, small
 from tests.ranks import on_ranks

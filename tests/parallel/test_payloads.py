@@ -30,7 +30,7 @@ from fp8train.precision.recipes import OPERANDS
 from fp8train.precision.telemetry import Statistics, Telemetry
 from fp8train.precision.tensor import QuantizedTensor
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.learner import Learner
 from tests.parallel.test_layouts import data_of, small
 from tests.ranks import on_ranks

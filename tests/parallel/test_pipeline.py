@@ -19,7 +19,7 @@ from fp8train.parallel.parallelize import parallelize
 from fp8train.precision.linear import Gemms, QuantizedLinear
 from fp8train.precision.quantizers import Operand, Position, Quantizer
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress
+from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.clip import TIED
 from fp8train.training.learner import Learner
 from tests.parallel.test_layouts import data_of, small

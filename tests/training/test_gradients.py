@@ -13,7 +13,9 @@ import torch
 from fp8train.config import Config
 from fp8train.parallel.parallelize import parallelize
 from fp8train.rules import check
-from fp8train.training.checkpoint import Progress, load, save
+from fp8train.training.checkpoint.load import load
+from fp8train.training.checkpoint.manifest import Progress
+from fp8train.training.checkpoint.save import save
 from fp8train.training.learner import Learner
 from tests.parallel.test_layouts import data_of, small
 from tests.ranks import on_ranks
@@ -146,8 +148,8 @@ def save_and_go_on(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"going on": [one.step().loss for _ in range(2)]}
     other = learner(config)
     lines = Lines()
-    logging.getLogger("fp8train.training.checkpoint").addHandler(lines)
-    logging.getLogger("fp8train.training.checkpoint").setLevel(logging.INFO)
+    logging.getLogger("fp8train.training.checkpoint.state").addHandler(lines)
+    logging.getLogger("fp8train.training.checkpoint.state").setLevel(logging.INFO)
     load(folder / "step_00000002", other.parallel, other.optimizer, config)
     other.progress.step, other.progress.consumed_samples = 2, 2 * config.trainer.global_batch_size
     seen["resumed"] = [other.step().loss for _ in range(2)]

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from fp8train.config import Config, ConfigError, LossScaleConfig, from_container
+from fp8train.layout import Layout
 from fp8train.rules import LARGEST_LOSS_SCALE, check, loss_scaling
-from fp8train.training.checkpoint import Progress, load, read_manifest, save
+from fp8train.training.checkpoint.load import load
+from fp8train.training.checkpoint.manifest import MANIFEST, Progress, describe, progress_of
+from fp8train.training.checkpoint.save import save
 from fp8train.training.learner import Learner
 from fp8train.training.loss_scale import LossScaler
 from tests.ranks import on_ranks
@@ -157,7 +160,7 @@ def runs(folder: Path) -> dict[str, Any]:
     # A resume in the middle of a row of good steps.
     checkpoint = save(folder, one.parallel, one.optimizer, one.progress, one.config, "data")
     seen["went on"] = follow(one, 4)
-    progress = read_manifest(checkpoint, one.config, "data")
+    progress = progress_of(checkpoint, one.config, "data")
     other = build(
         "fp8_delayed", "fp16", progress, value=2.0**30, backoff_factor=2.0**-8, growth_interval=3
     )
@@ -212,10 +215,9 @@ def test_a_dynamic_scale_survives_a_resume(by_rank: list[dict[str, Any]]) -> Non
 @pytest.fixture
 def manifest(tmp_path: Path) -> Callable[[Config, dict[str, Any]], Path]:
     """Writes a checkpoint's manifest with a given progress."""
-    from fp8train.training.checkpoint import MANIFEST, held
 
     def write(config: Config, progress: dict[str, Any]) -> Path:
-        content = {"progress": progress, "data_fingerprint": "data", **held(config)}
+        content = describe(Progress(), config, Layout(), "data") | {"progress": progress}
         (tmp_path / MANIFEST).write_text(json.dumps(content))
         return tmp_path
 
@@ -227,7 +229,7 @@ def test_a_checkpoint_from_before_loss_scaling(
 ) -> None:
     config = small_config()
     old = {"step": 3, "consumed_samples": 24, "tokens": 384, "skipped_steps": 0, "wandb_id": None}
-    progress = read_manifest(manifest(config, old), config, "data")
+    progress = progress_of(manifest(config, old), config, "data")
     config.trainer.loss_scale.mode = "dynamic"
     assert LossScaler(config, progress).scale == 65536.0
     assert progress.step == 3

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from fp8train.config import Config, ConfigError, ModelConfig, PrecisionConfig
-from fp8train.training.checkpoint import MANIFEST, Progress, held, newest, read_manifest
 from fp8train.training.run_folder import RunFolder
 
 
@@ -64,20 +63,3 @@ def test_damaged_lines_are_cut(tmp_path: Path) -> None:
 def test_a_damaged_summary_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
     assert RunFolder(config(tmp_path)).finished_steps() is None
-
-
-def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
-    ours = config(tmp_path)
-    manifest = {"progress": {"step": 2}, "data_fingerprint": "data", **held(ours)}
-    for step, text in (("1", "{}"), ("2", json.dumps(manifest)), ("3", '{"progress"'), ("4", "")):
-        (tmp_path / f"step_{step}").mkdir()
-        (tmp_path / f"step_{step}" / MANIFEST).write_text(text)
-    (tmp_path / "step_5").mkdir()
-    found = newest(tmp_path)
-    assert found == tmp_path / "step_2"
-    assert read_manifest(found, ours, "data") == Progress(step=2)
-    with pytest.raises(ConfigError, match="other data"):
-        read_manifest(found, ours, "others")
-    ours.precision.margin = 3
-    with pytest.raises(ConfigError, match=r"precision\.margin is 0 there and 3 here"):
-        read_manifest(found, ours, "data")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fp8train.precision.recipes import ROLES
-from fp8train.training.checkpoint import Progress, held
+from fp8train.training.checkpoint.manifest import Progress, held
 from fp8train.training.wandb_log import flat
 from tests.conftest import REPO
 from tests.ranks import on_ranks

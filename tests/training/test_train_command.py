@@ -75,7 +75,7 @@ def test_the_run_folder(delayed: Finished) -> None:
         == delayed.lines("validation_loss")[-1]["validation_loss"]
     )
     checkpoints = sorted(path.name for path in (delayed.folder / "checkpoints").iterdir())
-    assert checkpoints == ["step_00000003", "step_00000006"]
+    assert checkpoints == ["latest", "step_00000003", "step_00000006"]
 
 
 def test_bytes_on_the_wire(delayed: Finished) -> None:
@@ -111,7 +111,8 @@ def test_a_resume_is_exact(launcher: Launcher, delayed: Finished) -> None:
     """Loss for loss to the last bit, amax histories included, as if nothing had happened."""
     copy = delayed.folder.with_name("resumed")
     shutil.copytree(delayed.folder, copy)
-    shutil.rmtree(copy / "checkpoints/step_00000006")
+    shard = copy / "checkpoints/step_00000006/__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     (copy / "checkpoints/.step_00000006.partial").mkdir()  # the save that was interrupted
     (copy / "summary.json").unlink()
     with (copy / "metrics.jsonl").open("a") as file:
@@ -120,6 +121,7 @@ def test_a_resume_is_exact(launcher: Launcher, delayed: Finished) -> None:
         "resumed", "precision=fp8_delayed", "checkpoint.every=3", "resume=auto", processes=2
     )
     assert again.code == 0, again.err
+    assert again.err.count("step_00000006 is damaged and passed over: __1_0.distcp does not") == 1
     assert "from step 3" in again.out
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [(line["step"], line[key]) for line in again.lines(key)] == [
@@ -176,7 +178,8 @@ def test_a_damaged_checkpoint_is_named_in_one_line(launcher: Launcher, one: Fini
     again = launcher.train("damaged", "precision=fp32", "resume=auto")
     assert again.code == 2
     (line,) = (line for line in again.err.splitlines() if line.startswith("error: "))
-    assert "step_00000006 can't be loaded" in line and "delete it" in line
+    assert "(step_00000006: __0_0.distcp does not match SHA256SUMS)" in line
+    assert "restore one, or delete them" in line
 
 
 def test_a_bad_wandb_environment(launcher: Launcher) -> None:
