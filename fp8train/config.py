@@ -271,7 +271,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    resume: str = "none"  # none | auto: go on from the newest complete checkpoint in run.dir
+    resume: str = "none"  # none | auto: the newest whole checkpoint in run.dir | one's folder
     dry_run: bool = False  # lay the run out, say what it takes, and train nothing
     world_size: int | None = None  # processes of a dry run; null: those that were started
 

@@ -6,6 +6,7 @@ Nothing heavy is imported here either: `check` runs before any process group exi
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8train.config import (
@@ -46,7 +47,6 @@ CHOICES = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.loss_scale.mode": ("auto", "none", "static", "dynamic"),
     "logging.wandb.mode": ("auto", "online", "offline", "disabled"),
-    "resume": ("none", "auto"),
 }
 AT_LEAST = {
     "trainer.steps": 1,
@@ -84,6 +84,7 @@ AT_LEAST = {
     "schedule.min_lr_ratio": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
     "gradients.audit_every": 0,
     "logging.every": 1,
     "data.bpe_vocab_size": 257,
@@ -140,6 +141,12 @@ def check(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"world_size={config.world_size} is for dry runs: add dry_run=true, or start as many "
             f"processes and leave it out"
+        )
+    resume = config.resume
+    if resume not in ("none", "auto") and not (Path(resume) / "manifest.json").is_file():
+        raise ConfigError(
+            f"resume={resume}: choose one of none, auto, or a checkpoint's folder, which has a "
+            f"manifest.json"
         )
     _check_precision(config)
     _check_model_and_data(config)

@@ -128,7 +128,7 @@ def test_the_default_name_has_model_precision_and_seed() -> None:
         (["model.norm_eps=-1"], "model.norm_eps=-1"),
         (["model.rope_scaling.factor=0"], "model.rope_scaling.factor=0"),
         (["precision.margin=200"], "precision.margin=200: must be at most 32"),
-        (["resume=yes"], "resume=yes: choose one of none, auto"),
+        (["resume=yes"], "resume=yes: choose one of none, auto, or a checkpoint's folder"),
     ],
 )
 def test_rules(overrides: list[str], message: str) -> None:

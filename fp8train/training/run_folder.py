@@ -37,6 +37,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is this run's."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
+
     def check(self) -> None:
         """Refuse a folder that is not ours to write to. Writes nothing; every rank may call it.
 
@@ -50,13 +54,17 @@ class RunFolder:
                 f"run.dir={where} is a file: choose another with run.name= or run.dir="
             )
         if self.holds_run:
-            if self.config.resume == "none" and not run.overwrite:
+            resume = self.config.resume
+            goes_on = resume == "auto" or (resume != "none" and self.owns(Path(resume)))
+            if not goes_on and not run.overwrite:
                 raise ConfigError(
                     f"run.dir={where} already holds a run: go on with resume=auto, choose another "
                     f"run.name=, or delete it with run.overwrite=true"
                 )
-            if self.config.resume == "auto" and run.overwrite:
-                raise ConfigError("resume=auto and run.overwrite=true contradict: leave one out")
+            if goes_on and run.overwrite:
+                raise ConfigError(
+                    f"resume={resume} and run.overwrite=true contradict: leave one out"
+                )
         elif where.exists() and any(where.iterdir()):
             raise ConfigError(
                 f"run.dir={where} holds files of something else: choose another with run.name="

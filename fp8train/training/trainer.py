@@ -21,13 +21,12 @@ from fp8train.parallel.runtime import Ranks
 from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
 from fp8train.rules import check
-from fp8train.training.checkpoint.folders import newest_first
-from fp8train.training.checkpoint.load import load, newest_verified
-from fp8train.training.checkpoint.manifest import Progress, progress_of, read
+from fp8train.training.checkpoint.load import load
 from fp8train.training.checkpoint.save import save
 from fp8train.training.dry_run import dry_run
 from fp8train.training.learner import Learner
 from fp8train.training.reporter import Reporter
+from fp8train.training.resume import candidates, choose, foresee
 from fp8train.training.run_folder import RunFolder
 
 log = logging.getLogger("fp8train")
@@ -39,6 +38,7 @@ def train(config: Config) -> int:
     Raises:
         ConfigError: a mistake in the configuration, found before any process group exists.
     """
+    os.umask(os.umask(0o002) | 0o002)  # nothing that a run writes is writable for everybody
     ranks = Ranks.from_environment()
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO if ranks.is_first else logging.ERROR)
@@ -54,26 +54,20 @@ def train(config: Config) -> int:
     backend = choose_backend(config.precision, device)
     folder = RunFolder(config)
     folder.check()
+    found = candidates(config, folder)
     _, conversion = precise_model(config, device, backend)
     data = prepare(config.data, config.trainer.sequence_length)
     check_vocabulary(config, data)
     data_id = fingerprint(data, config.trainer)
-    found = newest_first(folder.checkpoints) if config.resume == "auto" else []
-    if found and read(found[0]) is not None:  # mistakes are said before processes meet
-        progress = progress_of(found[0], config, data_id)
-        if progress.step >= config.trainer.steps and folder.finished_steps() == progress.step:
-            log.info("%s is complete at step %d: nothing to do", folder.path, progress.step)
-            return 0
+    foreseen = foresee(found, config, data_id, folder)
+    if foreseen is not None and foreseen.step >= config.trainer.steps == folder.finished_steps():
+        log.info("%s is complete at step %d: nothing to do", folder.path, foreseen.step)
+        return 0
     for line in notices():
         log.info(line)
     runtime.start(ranks, device)
     try:
-        check_agreement(found, folder)
-        progress, resume_from = Progress(), None
-        if found:
-            resume_from = newest_verified(folder.checkpoints)
-        if resume_from is not None:
-            progress = progress_of(resume_from, config, data_id)
+        progress, resume_from = choose(found, config, data_id, folder)
         parallel = parallelize(config, device, backend)
         learner = Learner(config, device, data, progress, parallel)
         reporter = Reporter(config, ranks, folder, learner, conversion, backend, data_id)
@@ -83,25 +77,6 @@ def train(config: Config) -> int:
     finally:
         runtime.stop()
     return 0
-
-
-def check_agreement(found: list[Path], folder: RunFolder) -> None:
-    """All ranks must see the same checkpoints.
-
-    Raises:
-        ConfigError: they don't, as on nodes that don't share the run's folder.
-    """
-    mine = (found[0].name if found else "none", len(found))
-    seen = [mine] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
-    other = next((rank for rank, theirs in enumerate(seen) if theirs != seen[0]), None)
-    if other is not None:
-        (newest, count), (theirs, their_count) = seen[0], seen[other]
-        raise ConfigError(
-            f"the ranks find different checkpoints in run.dir={folder.path} (the newest of {count} "
-            f"is {newest} for rank 0, of {their_count} it is {theirs} for rank {other}): put it "
-            f"where all nodes see it"
-        )
 
 
 def check_wandb_mode() -> None:

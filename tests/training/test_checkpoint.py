@@ -15,7 +15,7 @@ import torch
 from fp8train.config import ConfigError
 from fp8train.layout import Layout
 from fp8train.training.checkpoint import checksums, folders
-from fp8train.training.checkpoint.load import load, newest_verified
+from fp8train.training.checkpoint.load import first_verified, load
 from fp8train.training.checkpoint.manifest import MANIFEST, Progress, describe, progress_of
 from fp8train.training.checkpoint.save import save
 from fp8train.training.checkpoint.storage import METADATA, read_tensors, write_tensors
@@ -95,7 +95,7 @@ FILES = (checksums.SUMS, "__0_0.distcp", "__1_0.distcp", MANIFEST, METADATA)
 
 def found(folder: Path) -> tuple[str | None, str | None]:
     """The newest verified, and why the newest was passed over."""
-    newest = newest_verified(folder)
+    newest = first_verified(folders.newest_first(folder))
     last = folder / "step_00000002"
     wrong = checksums.damage(last, checksums.digests(last))
     return newest.name if newest else None, wrong
@@ -122,7 +122,7 @@ def test_damage_to_any_file_is_found_and_never_loaded(checkpoints: Path, tmp_pat
 
 def what_is_left(folder: Path) -> str:
     try:
-        return str(newest_verified(folder))
+        return str(first_verified(folders.newest_first(folder)))
     except ConfigError as error:
         return str(error)
 
@@ -131,7 +131,7 @@ def test_without_a_whole_one_the_run_is_refused(copy: Path) -> None:
     for step in ("step_00000001", "step_00000002"):
         flip_a_bit(copy / step / "__0_0.distcp")
     for said in on_ranks(2, what_is_left, copy):
-        assert "(step_00000002: __0_0.distcp does not match SHA256SUMS): restore one" in said
+        assert "step_00000002: __0_0.distcp does not match SHA256SUMS): restore one" in said
     shutil.rmtree(copy)
     assert on_ranks(2, what_is_left, copy) == ["None", "None"]
 

@@ -155,8 +155,8 @@ def test_ranks_that_find_different_checkpoints_are_told() -> None:
 
 
 def disagree() -> str:
+    from fp8train.training.resume import check_agreement
     from fp8train.training.run_folder import RunFolder
-    from fp8train.training.trainer import check_agreement
 
     try:
         found = [Path(f"step_{dist.get_rank()}")][: dist.get_rank()]

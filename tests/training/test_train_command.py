@@ -1,6 +1,7 @@
 """launch/train.py end to end: layouts agree, resumes are exact, files are as documented."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -178,8 +179,50 @@ def test_a_damaged_checkpoint_is_named_in_one_line(launcher: Launcher, one: Fini
     again = launcher.train("damaged", "precision=fp32", "resume=auto")
     assert again.code == 2
     (line,) = (line for line in again.err.splitlines() if line.startswith("error: "))
-    assert "(step_00000006: __0_0.distcp does not match SHA256SUMS)" in line
-    assert "restore one, or delete them" in line
+    assert "step_00000006: __0_0.distcp does not match SHA256SUMS)" in line
+    assert "restore one, or begin anew" in line
+
+
+def test_a_branch_of_a_checkpoint(launcher: Launcher, delayed: Finished) -> None:
+    """Another run goes on from a checkpoint, as the first did, and is a run of its own."""
+    chosen = delayed.folder / "checkpoints/step_00000003"
+    umask = os.umask(0)
+    try:
+        branch = launcher.train(
+            "branch",
+            *("precision=fp8_delayed", f"resume={chosen}", "checkpoint.every=3"),
+            "logging.wandb.mode=auto",
+            processes=2,
+        )
+    finally:
+        os.umask(umask)
+    assert branch.code == 0, branch.err
+    written = [branch.folder, *branch.folder.rglob("*")]
+    assert not [path for path in written if path.lstat().st_mode & 0o002 and not path.is_symlink()]
+    assert "from step 3" in branch.out
+    losses = [(line["step"], line["loss"]) for line in branch.lines("loss")]
+    assert losses == [(line["step"], line["loss"]) for line in delayed.lines("loss")][3:]
+    manifest = "checkpoints/step_00000006/manifest.json"
+    first, second = (
+        json.loads((run.folder / manifest).read_text())["progress"]["wandb_id"]
+        for run in (delayed, branch)
+    )
+    assert first and second and first != second
+
+
+def test_what_can_t_be_branched_off(launcher: Launcher, delayed: Finished) -> None:
+    checkpoints = delayed.folder / "checkpoints"
+    ended = launcher.train(
+        "end", "precision=fp8_delayed", f"resume={checkpoints / 'step_00000006'}"
+    )
+    assert ended.code == 2 and "leaves nothing to train: raise trainer.steps" in ended.err
+    assert not ended.folder.exists()
+    older = launcher.train(
+        "delayed", "precision=fp8_delayed", f"resume={checkpoints / 'step_00000003'}"
+    )
+    assert older.code == 2 and "step_00000006 after it" in older.err
+    bf16 = launcher.train("end", "precision=bf16", f"resume={checkpoints / 'step_00000003'}")
+    assert bf16.code == 2 and "is a checkpoint of another precision" in bf16.err
 
 
 def test_a_bad_wandb_environment(launcher: Launcher) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fp8train.config import Config, ConfigError
 from fp8train.parallel.parallelize import ParallelModel
-from fp8train.training.checkpoint import checksums, folders, manifest
+from fp8train.training.checkpoint import checksums, manifest
 from fp8train.training.checkpoint.save import shared_digests
 from fp8train.training.checkpoint.state import fill
 from fp8train.training.checkpoint.storage import Damaged
@@ -18,26 +18,27 @@ from fp8train.training.checkpoint.storage import Damaged
 log = logging.getLogger(__name__)
 
 
-def newest_verified(checkpoints: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written; None where there are none at
-    all. One that is damaged is named and passed over. Every rank calls it, and reads a part of the
-    files.
+def first_verified(found: list[Path]) -> Path | None:
+    """The first of these checkpoints whose files are as they were written; None of none. One that
+    is damaged is named and passed over. Every rank calls it, and reads a part of the files.
 
     Raises:
         ConfigError: all are damaged. A run that began anew would bury them.
     """
-    found = folders.newest_first(checkpoints)
+    reasons = []
     for folder in found:
         wrong = checksums.damage(folder, shared_digests(folder))
         if wrong is None and manifest.read(folder) is None:
             wrong = f"{manifest.MANIFEST} is of another version"
         if wrong is None:
             return folder
-        log.warning("%s is damaged and passed over: %s", folder, wrong)
-    if found:
+        reasons.append(f"{folder}: {wrong}")
+        if len(found) > 1:
+            log.warning("%s is damaged and passed over: %s", folder, wrong)
+    if reasons:
         raise ConfigError(
-            f"no checkpoint in {checkpoints} is as it was written ({found[0].name}: {wrong}): "
-            f"restore one, or delete them to begin anew"
+            f"no checkpoint to resume from is as it was written ({reasons[0]}): restore one, or "
+            f"begin anew with another run.name="
         )
     return None
 
@@ -55,6 +56,5 @@ def load(
     except (CheckpointException, Damaged) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ConfigError(
-            f"{checkpoint} can't be loaded ({reason}): delete it, and resume=auto takes the one "
-            f"before"
+            f"{checkpoint} can't be loaded ({reason}): use resume= with one before it"
         ) from error
