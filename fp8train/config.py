@@ -243,6 +243,7 @@ class CheckpointConfig:
     keep: int = 2  # newest checkpoints that stay
     keep_every: int = 0  # steps: checkpoints of their multiples stay too; 0: none does
     at_end: bool = True
+    asynchronous: bool = True  # training goes on while a checkpoint is written
 
 
 @dataclass

@@ -122,6 +122,13 @@ class Reporter:
         if not math.isfinite(loss):
             self.line.say("the run has diverged: lower optimizer.lr, or look at the data")
 
+    def not_saved(self, failures: list[str]) -> None:
+        """Checkpoints could not be written; training goes on."""
+        for failure in failures:
+            self.line.say(f"error: {failure}")
+            if self.wandb:
+                self.wandb.alert("Checkpoint not saved", failure)
+
     def finish(self) -> None:
         """Write the summary, which says that the run is complete."""
         if not self.ranks.is_first:

@@ -22,7 +22,7 @@ from fp8train.precision.backends.nvidia import notices
 from fp8train.precision.backends.select import choose_backend
 from fp8train.rules import check
 from fp8train.training.checkpoint.load import load
-from fp8train.training.checkpoint.save import save
+from fp8train.training.checkpoint.save import Saver
 from fp8train.training.dry_run import dry_run
 from fp8train.training.learner import Learner
 from fp8train.training.reporter import Reporter
@@ -113,6 +113,7 @@ def run(config: Config, learner: Learner, reporter: Reporter, resume_from: Path 
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
 
+    saver = Saver(reporter.folder.checkpoints, learner.parallel, config, reporter.data_id)
     with reporter.open(resuming=resume_from is not None):
         if progress.step == 0:
             reporter.validated(learner.validate())
@@ -124,14 +125,9 @@ def run(config: Config, learner: Learner, reporter: Reporter, resume_from: Path 
             if due(trainer.validate_every) or last:
                 reporter.validated(learner.validate())
             if due(config.checkpoint.every) or (last and config.checkpoint.at_end):
-                save(
-                    reporter.folder.checkpoints,
-                    learner.parallel,
-                    learner.optimizer,
-                    progress,
-                    config,
-                    reporter.data_id,
-                )
+                saver.save(learner.optimizer, progress)
+            reporter.not_saved(saver.poll())
+        reporter.not_saved(saver.close())
     reporter.finish()
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)

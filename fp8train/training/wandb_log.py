@@ -62,6 +62,10 @@ class WandbLog:
         """Send one line of metrics; it carries its own `step`."""
         self.run.log(flat(line))
 
+    def alert(self, title: str, text: str) -> None:
+        """Tell the run's owner, by W&B's mail or Slack."""
+        self.run.alert(title=title, text=text, level="ERROR")
+
     def finish(self, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
         self.run.finish()
