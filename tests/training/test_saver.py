@@ -16,6 +16,7 @@ from fp8train.training.checkpoint.load import first_verified, load
 from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.checkpoint.save import Saver
 from fp8train.training.learner import Learner
+from scripts.bench_checkpoint import measure
 from tests.ranks import on_ranks
 from tests.training.test_learner import learner_of, small_config
 
@@ -106,6 +107,7 @@ def fill_the_disk(disk: Path) -> dict[str, Any]:
         one.step()
         saver.save(one.optimizer, one.progress)
         saver.wait()
+        dist.barrier()  # rank 0 cleans up
         seen[name] = saver.poll()
         seen[f"{name} leaves"] = sorted(path.name for path in checkpoints.iterdir())
         seen[f"{name} has"] = first_verified(folders.newest_first(checkpoints))
@@ -151,3 +153,16 @@ def test_a_disk_that_fails_costs_one_checkpoint(disk: Path) -> None:
         (vanished,) = seen["vanished"]
         assert "step 5 was not saved: Not a directory" in vanished
         assert seen["loss"] > 0
+
+
+def bench(folder: Path) -> dict[str, Any]:
+    config = small_config()
+    one = learner_of(config, Progress())
+    return measure(one, Saver(folder, one.parallel, config, "data"), pairs=1)
+
+
+def test_the_bench_sees_a_shorter_wait(tmp_path: Path) -> None:
+    (row,) = on_ranks(1, bench, tmp_path / "checkpoints")
+    assert row["least"] <= row["stall_over_synchronous"] <= row["most"]
+    assert 0 < row["stall_seconds"] <= row["written_seconds"]
+    assert folders.newest_first(tmp_path / "checkpoints")[0].name == "step_00000003"
