@@ -158,8 +158,11 @@ def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
 def test_keep(tmp_path: Path) -> None:
     for step in range(1, 8):
         (tmp_path / folders.folder_name(step)).mkdir()
-    folders.prune(tmp_path, keep=2, keep_every=3)
+    folders.prune(tmp_path, tmp_path / folders.folder_name(7), keep=2, keep_every=3)
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "6", "7"]
+    (tmp_path / folders.folder_name(4)).mkdir()  # after a resume from 3: 6 and 7 were damaged
+    folders.prune(tmp_path, tmp_path / folders.folder_name(4), keep=1, keep_every=3)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "4", "6", "7"]
 
 
 def test_rubbish_of_a_killed_run_goes(tmp_path: Path) -> None:

@@ -50,9 +50,15 @@ def publish(written: Path, step: int) -> Path:
     return target
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` and those whose step `keep_every` divides, 0 for none."""
-    for old in newest_first(checkpoints)[keep:]:
+def prune(checkpoints: Path, newest: Path, keep: int, keep_every: int) -> None:
+    """Delete all but the newest `keep` and those whose step `keep_every` divides, 0 for none.
+
+    Args:
+        newest: the one just written. What has a later step is damaged, since the run has come from
+            an earlier one: it counts for nothing, and is replaced when its step comes again.
+    """
+    known = [path for path in newest_first(checkpoints) if path.name <= newest.name]
+    for old in known[keep:]:
         step = old.name.removeprefix("step_")
         if not (keep_every and step.isdecimal() and int(step) % keep_every == 0):
             _delete(old)

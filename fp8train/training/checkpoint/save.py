@@ -141,8 +141,8 @@ class Saver:
     def _publish(self, written: Path, step: int) -> None:
         if dist.get_rank() == 0:
             settings = self.config.checkpoint
-            folders.publish(written, step)  # before older ones go: there is always one
-            folders.prune(self.checkpoints, settings.keep, settings.keep_every)
+            newest = folders.publish(written, step)  # before older ones go: there is always one
+            folders.prune(self.checkpoints, newest, settings.keep, settings.keep_every)
 
 
 def save(
