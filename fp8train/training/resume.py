@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from fp8train.config import Config, ConfigError, written
 from fp8train.training.checkpoint import manifest
-from fp8train.training.checkpoint.folders import newest_first
+from fp8train.training.checkpoint.checksums import listed_as_it_is
+from fp8train.training.checkpoint.folders import newest_first, step_of
 from fp8train.training.checkpoint.load import first_verified
 from fp8train.training.checkpoint.manifest import Progress, progress_of
 from fp8train.training.run_folder import RunFolder
@@ -25,15 +26,19 @@ def candidates(config: Config, folder: RunFolder) -> list[Path]:
         return []
     own = newest_first(folder.checkpoints)
     if config.resume == "auto":
+        if not own and (origin := folder.branched_off()) is not None:
+            raise ConfigError(
+                f"run.dir={folder.path} branched off {origin} and has no checkpoint of its own "
+                f"yet: start it again with resume={origin} run.overwrite=true"
+            )
         return own
     chosen = Path(config.resume)
-    if folder.owns(chosen):
-        newest = own[0]
-        if newest.name > chosen.resolve().name:
-            raise ConfigError(
-                f"resume={chosen} has {newest} after it, which a later resume=auto would take: "
-                f"delete what is newer, or branch off with another run.name="
-            )
+    step = ((manifest.read(chosen) or {}).get("progress") or {}).get("step", 0)
+    if folder.owns(chosen) and own and (step_of(own[0]) or 0) > step:
+        raise ConfigError(
+            f"resume={chosen} has {own[0]} after it, which a later resume=auto would take: delete "
+            f"what is newer, or branch off with another run.name="
+        )
     return [chosen]
 
 
@@ -46,7 +51,7 @@ def foresee(
     Raises:
         ConfigError: it is of another model, precision or data, or has nothing left to train.
     """
-    if not found or (config.resume == "auto" and manifest.read(found[0]) is None):
+    if not found or not listed_as_it_is(found[0], manifest.MANIFEST):
         return None
     progress, steps = progress_of(found[0], config, fingerprint), config.trainer.steps
     if progress.step >= steps and not folder.owns(found[0]):
@@ -82,14 +87,13 @@ def check_agreement(found: list[Path], folder: RunFolder) -> None:
     Raises:
         ConfigError: they don't, as on nodes that don't share the run's folder.
     """
-    mine = (found[0].name if found else "none", len(found))
+    mine = [path.name for path in found]
     seen = [mine] * dist.get_world_size()
     dist.all_gather_object(seen, mine)
     other = next((rank for rank, theirs in enumerate(seen) if theirs != seen[0]), None)
     if other is not None:
-        (newest, count), (theirs, their_count) = seen[0], seen[other]
+        one, two = (", ".join(names) or "none" for names in (seen[0], seen[other]))
         raise ConfigError(
-            f"the ranks find different checkpoints in run.dir={folder.path} (the newest of {count} "
-            f"is {newest} for rank 0, of {their_count} it is {theirs} for rank {other}): put it "
-            f"where all nodes see it"
+            f"the ranks find different checkpoints in run.dir={folder.path} (rank 0: {one}; rank "
+            f"{other}: {two}): put it where all nodes see it"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from fp8train.config import Config, ConfigError
 from fp8train.environment import environment
@@ -40,6 +41,15 @@ class RunFolder:
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
+
+    def branched_off(self) -> str | None:
+        """The checkpoint that the run in the folder was started from; None without."""
+        try:
+            kept = OmegaConf.load(self.path / "config.yaml")
+        except (OSError, ValueError, YAMLError):
+            return None
+        resume = OmegaConf.select(kept, "resume", default="none")
+        return None if resume in ("none", "auto") else str(resume)
 
     def check(self) -> None:
         """Refuse a folder that is not ours to write to. Writes nothing; every rank may call it.

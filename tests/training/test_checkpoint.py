@@ -97,7 +97,7 @@ def found(folder: Path) -> tuple[str | None, str | None]:
     """The newest verified, and why the newest was passed over."""
     newest = first_verified(folders.newest_first(folder))
     last = folder / "step_00000002"
-    wrong = checksums.damage(last, checksums.digests(last))
+    wrong = checksums.damage(last, checksums.digests(last, checksums.names(last)))
     return newest.name if newest else None, wrong
 
 
@@ -163,6 +163,21 @@ def test_keep(tmp_path: Path) -> None:
     (tmp_path / folders.folder_name(4)).mkdir()  # after a resume from 3: 6 and 7 were damaged
     folders.prune(tmp_path, tmp_path / folders.folder_name(4), keep=1, keep_every=3)
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "4", "6", "7"]
+
+
+def test_what_somebody_keeps_beside_them_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / folders.folder_name(step)).mkdir()
+    (tmp_path / "step_00000001.tar").touch()
+    (tmp_path / "step_00000002.bak").mkdir()
+    (tmp_path / "step_00000000").symlink_to(tmp_path)
+    (tmp_path / ".step_00000009.deleted").touch()  # somebody's file in place of a folder
+    assert [path.name[-1] for path in folders.newest_first(tmp_path)] == ["3", "2", "1"]
+    folders.clear(tmp_path)
+    folders.prune(tmp_path, tmp_path / folders.folder_name(3), keep=1, keep_every=0)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    kept = ["step_00000000", "step_00000001.tar", "step_00000002.bak", "step_00000003"]
+    assert names == kept
 
 
 def test_rubbish_of_a_killed_run_goes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8train.training.checkpoint import folders
+from fp8train.training.checkpoint import checksums, folders
 from fp8train.training.checkpoint.load import first_verified, load
 from fp8train.training.checkpoint.manifest import Progress
 from fp8train.training.checkpoint.save import Saver
@@ -76,6 +76,51 @@ def test_a_save_is_of_its_own_step(tmp_path: Path) -> None:
             [tmp_path / "checkpoints/step_00000001"],
         ]  # it was written late
         assert seen[1] and seen[4] and seen["losses"]
+
+
+class Stale(Saver):
+    """Rank 1's folder does not show a file of rank 0's yet, and then it fails in its own way."""
+
+    fails = False
+
+    def _checksum(self, written: Path) -> None:
+        if dist.get_rank() == 1:
+            names = checksums.names
+            checksums.names = lambda folder: [*names(folder)][1:]
+            try:
+                super()._checksum(written)
+            finally:
+                checksums.names = names
+        else:
+            super()._checksum(written)
+
+    def _describe(self, written: Path, manifest: dict[str, Any]) -> None:
+        if self.fails and dist.get_rank() == 1:
+            raise ValueError("rank 1 alone")
+        super()._describe(written, manifest)
+
+
+def save_stale(folder: Path) -> tuple[list[str], list[str], str]:
+    config = small_config()
+    one = learner_of(config, Progress())
+    saver = Stale(folder, one.parallel, config, "data")
+    one.step()
+    saver.save(one.optimizer, one.progress)
+    saver.wait()
+    first = saver.poll()
+    saver.fails = True
+    one.step()
+    saver.save(one.optimizer, one.progress)
+    second = saver.close()
+    whole = first_verified(folders.newest_first(folder))
+    assert whole is not None
+    return first, second, whole.name
+
+
+def test_ranks_that_see_or_do_differently_agree(tmp_path: Path) -> None:
+    for first, second, whole in on_ranks(2, save_stale, tmp_path / "checkpoints"):
+        assert first == [] and whole == "step_00000001"
+        assert second == ["the checkpoint of step 2 was not saved: rank 1 alone"]
 
 
 def mount(*arguments: object) -> None:

@@ -210,6 +210,19 @@ def test_a_branch_of_a_checkpoint(launcher: Launcher, delayed: Finished) -> None
     assert first and second and first != second
 
 
+def test_a_branch_without_a_checkpoint_is_not_begun_anew(
+    launcher: Launcher, delayed: Finished
+) -> None:
+    chosen = delayed.folder / "checkpoints/step_00000003"
+    branch = delayed.folder.with_name("stopped")
+    branch.mkdir()
+    shutil.copy(delayed.folder / "environment.json", branch)
+    (branch / "config.yaml").write_text(f"resume: {chosen}\n")
+    again = launcher.train("stopped", "precision=fp8_delayed", "resume=auto")
+    assert again.code == 2
+    assert f"start it again with resume={chosen} run.overwrite=true" in again.err
+
+
 def test_what_can_t_be_branched_off(launcher: Launcher, delayed: Finished) -> None:
     checkpoints = delayed.folder / "checkpoints"
     ended = launcher.train(

@@ -14,15 +14,21 @@ from pathlib import Path
 SUMS = "SHA256SUMS"
 
 
-def digests(folder: Path, share: int = 0, shares: int = 1) -> dict[str, str]:
-    """SHA-256 of each file in a folder, in hexadecimal, by name; what can't be read has a reason
-    there.
+UNREADABLE = "unreadable"  # how the reason begins that stands for the digest of such a file
 
-    Args:
-        share: which part of the files, of so many.
-    """
-    names = sorted(path.name for path in folder.iterdir() if path.name != SUMS)
-    return {name: _digest(folder / name) for name in names[share::shares]}
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds but for the list itself; nothing where it can't be read."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.name != SUMS)
+    except OSError:
+        return []
+
+
+def digests(folder: Path, files: list[str]) -> dict[str, str]:
+    """SHA-256 of files in a folder, in hexadecimal, by name; what can't be read has a reason
+    there."""
+    return {name: _digest(folder / name) for name in files}
 
 
 def _digest(path: Path) -> str:
@@ -30,7 +36,7 @@ def _digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"unreadable ({error.strerror})"
+        return f"{UNREADABLE} ({error.strerror})"
 
 
 def write(folder: Path, found: dict[str, str]) -> None:
@@ -57,9 +63,18 @@ def damage(folder: Path, found: dict[str, str]) -> str | None:
         if name not in listed:
             return f"{name} is not in {SUMS}"
         if listed[name] != found[name]:
-            unreadable = found[name].startswith("unreadable")
+            unreadable = found[name].startswith(UNREADABLE)
             return f"{name} {'is ' + found[name] if unreadable else f'does not match {SUMS}'}"
     return f"{SUMS} has changed"
+
+
+def listed_as_it_is(folder: Path, name: str) -> bool:
+    """Whether one file is as the list says."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return False
+    return f"{_digest(folder / name)}  {name}" in lines
 
 
 def _text(found: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ killed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -19,9 +20,20 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a folder's name; None where it has not the name of a checkpoint."""
+    found = re.fullmatch(r"step_(\d{8,})", checkpoint.name)
+    return int(found[1]) if found else None
+
+
 def newest_first(checkpoints: Path) -> list[Path]:
-    """All checkpoints, damaged ones too."""
-    return sorted(checkpoints.glob("step_*"), key=lambda path: path.name, reverse=True)
+    """All checkpoints, damaged ones too; what else somebody keeps beside them is not ours."""
+    found = [
+        (step, path)
+        for path in checkpoints.glob("step_*")
+        if (step := step_of(path)) is not None and path.is_dir() and not path.is_symlink()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def partial(checkpoints: Path, step: int) -> Path:
@@ -30,24 +42,29 @@ def partial(checkpoints: Path, step: int) -> Path:
 
 
 def clear(checkpoints: Path) -> None:
-    """Delete what a killed run has left of saves and deletions."""
-    for left in checkpoints.glob(f".{LATEST}.*"):
-        left.unlink()
-    for left in checkpoints.glob(".step_*"):
-        shutil.rmtree(left)
+    """Delete what a killed run has left of saves and deletions, as far as can be."""
+    for left in checkpoints.iterdir():
+        if re.fullmatch(rf"\.(step_\d+\.(partial|deleted)|{LATEST}\.new)", left.name):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
-def publish(written: Path, step: int) -> Path:
-    """Give a whole checkpoint its name, then point `latest` to it. Returns its folder."""
+def publish(written: Path, step: int) -> None:
+    """Give a whole checkpoint its name."""
     target = written.parent / folder_name(step)
     _delete(target)
     written.rename(target)
     sync(target.parent)
+
+
+def point_to(target: Path) -> None:
+    """Have `latest` name a checkpoint."""
     pointer = target.parent / f".{LATEST}.new"
     pointer.write_text(target.name + "\n", encoding="utf-8")
     pointer.replace(target.parent / LATEST)
     sync(target.parent)
-    return target
 
 
 def prune(checkpoints: Path, newest: Path, keep: int, keep_every: int) -> None:
@@ -57,10 +74,10 @@ def prune(checkpoints: Path, newest: Path, keep: int, keep_every: int) -> None:
         newest: the one just written. What has a later step is damaged, since the run has come from
             an earlier one: it counts for nothing, and is replaced when its step comes again.
     """
-    known = [path for path in newest_first(checkpoints) if path.name <= newest.name]
+    last = step_of(newest) or 0
+    known = [path for path in newest_first(checkpoints) if (step_of(path) or 0) <= last]
     for old in known[keep:]:
-        step = old.name.removeprefix("step_")
-        if not (keep_every and step.isdecimal() and int(step) % keep_every == 0):
+        if not keep_every or (step_of(old) or 0) % keep_every:
             _delete(old)
 
 

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fp8train.config import Config, ConfigError
@@ -27,9 +28,7 @@ def first_verified(found: list[Path]) -> Path | None:
     """
     reasons = []
     for folder in found:
-        wrong = checksums.damage(folder, shared_digests(folder))
-        if wrong is None and manifest.read(folder) is None:
-            wrong = f"{manifest.MANIFEST} is of another version"
+        wrong = _what_is_wrong(folder)
         if wrong is None:
             return folder
         reasons.append(f"{folder}: {wrong}")
@@ -41,6 +40,16 @@ def first_verified(found: list[Path]) -> Path | None:
             f"begin anew with another run.name="
         )
     return None
+
+
+def _what_is_wrong(folder: Path) -> str | None:
+    """As rank 0 judges, for all."""
+    found = shared_digests(folder)
+    verdict = [checksums.damage(folder, found) if dist.get_rank() == 0 else None]
+    if dist.get_rank() == 0 and verdict[0] is None and manifest.read(folder) is None:
+        verdict = [f"{manifest.MANIFEST} is of another version"]
+    dist.broadcast_object_list(verdict, src=0)
+    return verdict[0]
 
 
 def load(

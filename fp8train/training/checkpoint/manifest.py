@@ -105,4 +105,7 @@ def progress_of(checkpoint: Path, config: Config, fingerprint: str) -> Progress:
             f"there and {fingerprint} here; restore data, seed, sequence length and global batch "
             f"size, or use another run.name="
         )
-    return Progress(**manifest["progress"])
+    try:
+        return Progress(**manifest["progress"])
+    except TypeError as error:
+        raise ConfigError(f"{checkpoint} is of another version of fp8train: {error}") from error

@@ -9,7 +9,6 @@ the checkpoint before stays as it was.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -28,9 +27,7 @@ from fp8train.parallel.parallelize import ParallelModel
 from fp8train.training.checkpoint import checksums, folders
 from fp8train.training.checkpoint.manifest import MANIFEST, Progress, describe
 from fp8train.training.checkpoint.state import tensors_of
-from fp8train.training.checkpoint.storage import write_tensors
-
-log = logging.getLogger(__name__)
+from fp8train.training.checkpoint.storage import files, write_tensors
 
 
 class Saver:
@@ -59,6 +56,8 @@ class Saver:
         )
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.pending: Future[str | None] | None = None
+        if dist.get_rank() == 0 and checkpoints.is_dir():
+            folders.clear(checkpoints)
 
     def save(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Save this step, after the save before is done; returns once its values are copied."""
@@ -99,7 +98,7 @@ class Saver:
             lambda: write_tensors(written, tensors, self.group),
             lambda: self._describe(written, manifest),
             lambda: self._checksum(written),
-            lambda: self._publish(written, step),
+            lambda: folders.publish(written, step) if dist.get_rank() == 0 else None,
         )
         for stage in stages:
             failure = self._agreed(stage)
@@ -107,14 +106,15 @@ class Saver:
                 if dist.get_rank() == 0:
                     shutil.rmtree(written, ignore_errors=True)
                 return f"the checkpoint of step {step} was not saved: {failure}"
-        return None
+        failure = self._agreed(lambda: self._tidy(self.checkpoints / folders.folder_name(step)))
+        return failure and f"the checkpoint of step {step} is there, but not tidied up: {failure}"
 
     def _agreed(self, stage: Callable[[], None]) -> str | None:
         """Run a stage; what the first rank that failed in it says, on all ranks."""
         failure = None
         try:
             stage()
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # another rank waits for this one
             failure = reason(error)
         failures = [failure] * self.group.size()
         dist.all_gather_object(failures, failure, group=self.group)
@@ -135,13 +135,19 @@ class Saver:
     def _checksum(self, written: Path) -> None:
         found = shared_digests(written, self.group)
         if dist.get_rank() == 0:
+            expected = {MANIFEST, *files(written)}
+            for name in sorted(expected ^ found.keys()):
+                raise OSError(f"{name} is {'not ' if name in expected else ''}there")
+            for name, digest in found.items():
+                if digest.startswith(checksums.UNREADABLE):
+                    raise OSError(f"{name} is {digest}")
             checksums.write(written, found)
             folders.sync(written)
 
-    def _publish(self, written: Path, step: int) -> None:
+    def _tidy(self, newest: Path) -> None:
         if dist.get_rank() == 0:
             settings = self.config.checkpoint
-            newest = folders.publish(written, step)  # before older ones go: there is always one
+            folders.point_to(newest)
             folders.prune(self.checkpoints, newest, settings.keep, settings.keep_every)
 
 
@@ -166,9 +172,12 @@ def save(
 
 
 def shared_digests(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Digests of a folder's files, of which every rank of the group reads a part."""
+    """Digests of a folder's files, of which every rank of the group reads a part. What is there is
+    rank 0's to say: on a shared file system another may not see it yet."""
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    mine = checksums.digests(folder, dist.get_rank(group), len(parts))
+    listing = [checksums.names(folder) if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(listing, src=0, group=group)
+    mine = checksums.digests(folder, listing[0][dist.get_rank(group) :: len(parts)])
     dist.all_gather_object(parts, mine, group=group)
     return {name: digest for part in parts for name, digest in part.items()}
 

@@ -75,6 +75,16 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return found
 
 
+def files(folder: Path) -> set[str]:
+    """Names of the files that tensors are in, and of the metadata.
+
+    Raises:
+        Damaged: the metadata are not there or make no sense.
+    """
+    places = Reader(folder).read_metadata().storage_data
+    return {METADATA, *(place.relative_path for place in places.values())}
+
+
 class Writer(FileSystemWriter):
     """DCP's writer, with metadata as JSON."""
 
@@ -122,7 +132,7 @@ class Reader(FileSystemReader):
         try:
             written = json.loads(path.read_text(encoding="utf-8"))
             tensors, places = _parse(written)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Damaged(f"{path.name} can't be read: {reason}") from error
         return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
@@ -140,7 +150,7 @@ def _parse(
         chunks = []
         for chunk in entry["chunks"]:
             file = chunk["file"]
-            if Path(file).name != file:
+            if Path(file).name != file or file == "..":
                 raise ValueError(f"{name} is in {file}, which is outside of the folder")
             chunks.append(
                 ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"]))
