@@ -19,6 +19,8 @@ from fp8train.training.checkpoint.load import first_verified, load
 from fp8train.training.checkpoint.manifest import MANIFEST, Progress, describe, progress_of
 from fp8train.training.checkpoint.save import save
 from fp8train.training.checkpoint.storage import METADATA, read_tensors, write_tensors
+from fp8train.training.resume import foresee
+from fp8train.training.run_folder import RunFolder
 from tests.ranks import on_ranks
 from tests.training.test_learner import learner_of, small_config
 
@@ -146,6 +148,18 @@ def test_it_is_held_to_the_configuration(tmp_path: Path) -> None:
     config.precision.margin = 3
     with pytest.raises(ConfigError, match=r"precision\.margin is 0 there and 3 here"):
         progress_of(tmp_path, config, "data")
+
+
+def test_a_changed_manifest_is_not_believed(copy: Path) -> None:
+    """It says that another data set was trained on, and the one before is taken all the same."""
+    config = small_config()
+    config.run.dir, config.resume, config.precision.recipe = str(copy.parent), "auto", "fp8_delayed"
+    folder, found = RunFolder(config), folders.newest_first(copy)
+    whole = foresee(found, config, "data", folder)
+    assert whole is not None and whole.step == 2
+    path = copy / "step_00000002" / MANIFEST
+    path.write_text(path.read_text().replace('"data"', '"dato"', 1))
+    assert foresee(found, config, "data", folder) is None
 
 
 @pytest.mark.parametrize("text", ["{}", '{"progress"', "", "[]"])

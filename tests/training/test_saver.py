@@ -94,10 +94,10 @@ class Stale(Saver):
         else:
             super()._checksum(written)
 
-    def _describe(self, written: Path, manifest: dict[str, Any]) -> None:
+    def _describe(self, written: Path, progress: Progress) -> None:
         if self.fails and dist.get_rank() == 1:
             raise ValueError("rank 1 alone")
-        super()._describe(written, manifest)
+        super()._describe(written, progress)
 
 
 def save_stale(folder: Path) -> tuple[list[str], list[str], str]:

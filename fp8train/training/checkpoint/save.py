@@ -13,8 +13,8 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,7 @@ class Saver:
         self.wait()
         tensors = self.stager.stage(tensors_of(self.parallel, optimizer))
         assert isinstance(tensors, dict)  # and not a future, without asynchronous staging
-        manifest = describe(progress, self.config, self.parallel.mesh.layout, self.fingerprint)
-        self.pending = self.thread.submit(self._write, progress.step, tensors, manifest)
+        self.pending = self.thread.submit(self._write, tensors, replace(progress))
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
@@ -90,13 +89,14 @@ class Saver:
         self.stager.close()
         return self.poll()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> str | None:
+    def _write(self, tensors: dict[str, Tensor], progress: Progress) -> str | None:
         """What went wrong; None: the checkpoint is there. All ranks find the same."""
+        step = progress.step
         written = folders.partial(self.checkpoints, step)
         stages: tuple[Callable[[], None], ...] = (
             lambda: self._begin(),
             lambda: write_tensors(written, tensors, self.group),
-            lambda: self._describe(written, manifest),
+            lambda: self._describe(written, progress),
             lambda: self._checksum(written),
             lambda: folders.publish(written, step) if dist.get_rank() == 0 else None,
         )
@@ -125,8 +125,10 @@ class Saver:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             folders.clear(self.checkpoints)
 
-    def _describe(self, written: Path, manifest: dict[str, Any]) -> None:
+    def _describe(self, written: Path, progress: Progress) -> None:
         if dist.get_rank() == 0:
+            layout = self.parallel.mesh.layout
+            manifest = describe(progress, self.config, layout, self.fingerprint)
             with (written / MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump(manifest, file, indent=2)
                 file.flush()
